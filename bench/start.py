@@ -75,7 +75,7 @@ def one_start_of_up() -> dict[str, float]:
 
         def usable() -> bool:
             with suppress(httpx.HTTPError):
-                form = client.get("/api/deployments/name/train/cairn")
+                form = client.get("/api/deployments/name/train/train")
                 page = client.get("/deployments", headers={"accept": "text/html"})
                 return form.is_success and form.json()["status"] == "READY" and "<html" in page.text
             return False

@@ -85,3 +85,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, called = _PLACES[name].partition(":")
     return getattr(importlib.import_module(module), called or name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,4 +1,4 @@
-"""Benchmarks, GPUs and published models by name. No other module makes a Benchmark from text."""
+"""Recipes, benchmarks, GPUs and published models by name. No other module makes a Benchmark from text."""
 
 import json
 from collections.abc import Mapping
@@ -13,6 +13,38 @@ from cairn.configs.errors import ConfigError
 from cairn.configs.schema.base import Section
 from cairn.configs.schema.evaluation import Benchmark
 from cairn.configs.yaml_file import parse_yaml, read_mapping
+
+RECIPES = Path(__file__).parent / "recipes"
+"""Folder of the recipes that come with Cairn."""
+OWN_RECIPES = (".", "recipes", "configs/recipes")
+"""Folders with the user's own recipes, relative to the working folder."""
+
+
+def recipe_files(folder: Path) -> dict[str, Path]:
+    """Return recipes by name, which is that of the file: the user's in and below the folder, then Cairn's, of which
+    those in `models/` have a model's name. The first of a name wins. May include other YAML files."""
+    own = (file for below in OWN_RECIPES for file in sorted((folder / below).glob("*.yaml")))
+    files: dict[str, Path] = {}
+    for file in (*own, *sorted(RECIPES.glob("*.yaml")), *sorted(RECIPES.glob("models/*.yaml"))):
+        files.setdefault(file.stem, file)
+    return files
+
+
+def recipe_path(name: str) -> Path:
+    """Return the file of a recipe: that of a name of `recipe_files`, else the name as a path. Raises ConfigError, which
+    suggests the nearest name, where it is neither a file nor looks like one."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    files = recipe_files(Path.cwd())
+    if (stem := name.removesuffix(".yaml")) in files:
+        return files[stem]
+    if path.suffix:
+        return path
+    near = get_close_matches(stem, files, 1, 0.5)
+    meant = f"did you mean {near[0]}?" if near else "name a YAML file, or a recipe of docs/recipes.md"
+    raise ConfigError([f"there is no recipe or file {name}; {meant}"])
+
 
 # Rates and sizes of machines, by name, for `cairn plan`.
 

@@ -406,7 +406,7 @@ def _sentence(error: ErrorDetails, section: tuple[str, ...] = ()) -> str:
             return "the configuration holds half of a surrogate pair, which is not a character: correct its text"
         case "model_type" | "model_attributes_type":
             return f"{field.name} is {_spell(error['input'])}; it must be a section with options under it"
-    must = re.sub(r"^\w+ should ", "must ", message)
+    must = re.sub(r"^\w+ should ", "must ", message).replace("a valid boolean", "true or false")
     return f"{field.name} is {_spell(error['input'])}; it {must[0].lower()}{must[1:]}"
 
 

@@ -48,8 +48,10 @@ override those of the base option by option; its lists replace those of the base
 The configuration is frozen in the ledger when the run is created.
 """
     parts = [intro]
-    for name, group in groupby(options(RunConfig), key=lambda option: option.name.rpartition(".")[0]):
-        section = list(group)
+    sections: dict[str, list[Option]] = {}
+    for option in options(RunConfig):
+        sections.setdefault(option.name.rpartition(".")[0], []).append(option)
+    for name, section in sections.items():
         title = f"`{name.replace('.' + LIST_ITEM, '[]')}`" if name else "Top level"
         about = " ".join((section[0].section.__doc__ or "").split())
         rows = [[f"`{o.name.rpartition('.')[2]}`", o.values, _default(o), o.description] for o in section]
@@ -240,6 +242,8 @@ PAGES: dict[str, Callable[[], str]] = {
 def _default(option: Option) -> str:
     if option.required:
         return "required"
+    if (least := re.search(r"≥ (\d+)$", option.values)) and option.default == 0 < int(least[1]):
+        return "–"  # a default out of bounds stands for none
     return f"`{json.dumps(option.default, ensure_ascii=False, default=_given)}`"
 
 

@@ -32,6 +32,22 @@ def number(value: float | None, form: str = "") -> str:
     return "–" if value is None else format(value, form)
 
 
+def size(count: float) -> str:
+    """Return a number of bytes in the largest binary unit that it fills: `7.49 GiB`."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    power = min(len(units) - 1, max(0, int(count).bit_length() - 1) // 10)
+    return f"{count / 1024**power:,.{2 if power else 0}f} {units[power]}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in the unit that people would use: `0.35 s`, `42 s`, `27 min`, `5.2 h`, `4.4 days`."""
+    for unit, length, most in (("s", 1, 100), ("min", 60, 100), ("h", 3600, 48)):
+        if seconds < most * length:
+            amount = seconds / length
+            return f"{amount:.{2 if amount < 1 else 1 if amount < 10 else 0}f} {unit}"
+    return f"{seconds / 86400:,.1f} days"
+
+
 def shortened(text: str, longest: int) -> str:
     """Return the text, or its beginning and the number of characters that follow."""
     rest = len(text) - longest

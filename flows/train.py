@@ -36,6 +36,7 @@ from cairn.flows.orchestration.flow_runs import (
 from cairn.flows.orchestration.server import PREFECT_HOME, prefect_api
 from cairn.flows.orchestration.withheld import end_of_driver, end_of_iteration, end_paused, waiting
 from cairn.flows.pipeline import Pipeline
+from cairn.flows.text import duration
 from cairn.flows.watching.alarms import Alarms
 from cairn.flows.watching.trackers import trackers
 from cairn.flows.watching.watchers import Watcher, Watchers
@@ -298,8 +299,9 @@ def remove_old_files(run: RunContext, index: int) -> None:
 def wait_for_engines(run: RunContext) -> None:
     """Wait until all engines are up, so that no step's duration contains their start."""
     began = time.monotonic()
-    engines = len(run.fleet.engines)
-    run.emit(Message(f"{engines} engines are up after {time.monotonic() - began:.1f} s more"))
+    engines, waited = len(run.fleet.engines), time.monotonic() - began
+    up = "1 engine is up" if engines == 1 else f"{engines} engines are up"
+    run.emit(Message(up + (f" after {duration(waited)}" if waited >= 1 else "")))
 
 
 def report_changed_environment(run: RunContext, first: int) -> None:

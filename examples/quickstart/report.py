@@ -18,7 +18,7 @@ def main(run: str = "quickstart") -> None:
     reward_curve(Ledger.open(store, run), PICTURE)
     heldout = status.eval["heldout"]
     tried = {
-        f"cairn show {run} {status.iterations - 1} --limit 3": "prompts, responses, rewards and advantages of the end",
+        f"cairn show {run}@{status.iterations - 1} --limit 3": "prompts, responses, rewards and advantages of the end",
         f"cairn status {run}": "where the run stands",
         f"cairn verify {run}": "hash every file again and walk the chain from weights to prompts",
         f"cairn report {run}": "curves, costs and every sample in one HTML file that works offline",

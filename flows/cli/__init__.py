@@ -19,33 +19,22 @@ from cairn.flows.cli.training import resume, train, up, validate
 
 __all__ = ["app"]
 
-LOOKING = (
-    runs,
-    status,
-    show,
-    episode,
-    sql,
-    lineage,
-    verify,
-    report,
-    costs,
-    timeline,
-    replay,
-    rescore,
-    whatif,
-    diff,
-    compare,
-    benchmarks,
-)
-WORKING = (train, resume, validate, plan, fork, convert, export, probe, up)
-DECIDING = (approve, reject, pin, unpin, quarantine, keygen)
-REMOVING = (gc, delete)
-ONE_SAMPLE = (bundle, unbundle)
+GROUPS = {
+    "Run": (train, resume, validate, plan, fork, up),
+    "Look": (runs, status, show, episode, lineage, sql, report, costs, timeline),
+    "Compare and repeat": (compare, diff, replay, rescore, whatif),
+    "Evaluate": (evaluate, leaderboard, benchmarks),
+    "Decide": (approve, reject, pin, unpin, quarantine),
+    "Take in and out": (export, convert, bundle, unbundle),
+    "Maintain a store": (verify, gc, delete, probe, keygen),
+}
+"""Commands by the panel of `cairn --help` that lists them."""
 
-for function in (*WORKING, *LOOKING, *DECIDING, *REMOVING, *ONE_SAMPLE):
-    app.command()(command(function))
-app.command("eval")(command(evaluate))
-app.command()(command(leaderboard))
+for panel, functions in GROUPS.items():
+    for function in functions:
+        name = "eval" if function is evaluate else function.__name__
+        app.command(name, rich_help_panel=panel)(command(function))
+
 imports = typer.Typer(no_args_is_help=True, help="Import what other trainers recorded.")
 imports.command()(command(traces))
-app.add_typer(imports, name="import")
+app.add_typer(imports, name="import", rich_help_panel="Take in and out")

@@ -7,7 +7,7 @@ rejected, 75 preempted (`cairn resume` continues the run), 130 interrupted, 143 
 import io
 import sys
 from json import dumps
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -48,18 +48,32 @@ app = typer.Typer(
     name="cairn",
     cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
+def _print_version(requested: bool) -> None:
+    if requested:
+        from importlib.metadata import version
+
+        print(f"cairn {version('cairn-rl')}")
+        raise typer.Exit()
+
+
 @app.callback()
-def cairn() -> None:
+def cairn(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Durable reinforcement learning for language models.
 
     Every iteration of a run is a chain of committed steps. Wherever a run ended, it resumes from its last commit.
+
+    `RUN@ITER/SAMPLE` names a sample everywhere, `RUN@ITER` an iteration, and `RUN` the newest. `--store` (or
+    `CAIRN_STORE`) names the store, and `--json` prints for machines.
     """
     from cairn.engines.processes.deferred import defer_compiler
     from cairn.engines.processes.ports import bypass_proxy_for_loopback

@@ -24,12 +24,12 @@ def benchmarks(
         str | None, Option("--data", metavar="FILE", help="Rows for NAME: JSONL, Parquet or CSV; FILE@[0:100].")
     ] = None,
 ) -> Shown:
-    """List the benchmarks: the questions, the grader, the task of lm-evaluation-harness that each follows, and whether
-    its rows are on this machine.
+    """List the benchmarks, or show one.
 
-    Nothing is downloaded: the rows are in a file that you name, or in Hugging Face's cache. With NAME the command shows
-    the benchmark's definition. If the rows are present, it also shows the digests that results carry, and the first
-    question as the model gets it.
+    The list has the questions, the grader, the task of lm-evaluation-harness that each follows, and whether its rows
+    are on this machine. Nothing is downloaded: the rows are in a file that you name, or in Hugging Face's cache. With
+    NAME the command shows the benchmark's definition. If the rows are present, it also shows the digests that results
+    carry, and the first question as the model gets it.
 
     Examples:
 

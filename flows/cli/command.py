@@ -23,7 +23,7 @@ from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
 from cairn.flows.cli.printing import print_json, print_parts
-from cairn.storage.ledger.layout import LAST_NUMBER
+from cairn.flows.reading.address import Address, parser
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,14 +34,43 @@ if TYPE_CHECKING:
 FAILED = 1
 """Exit code: a run failed, or a command has found something wrong."""
 
+STORE = "CAIRN_STORE"
+"""Variable of the environment that `--store` defaults to."""
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Return the runs of the environment's store whose names begin so; completes arguments in a shell."""
+    from cairn.storage.ledger.manifest import list_runs
+    from cairn.storage.opening import open_store
+
+    return [run for run in list_runs(open_store(os.environ.get(STORE) or ".")) if run.startswith(incomplete)]
+
+
 StoreOption = Annotated[
     str,
-    Option("--store", envvar="CAIRN_STORE", metavar="URL", help="Root of the ledger: a folder or s3://bucket/prefix."),
+    Option("--store", envvar=STORE, metavar="URL", help="Root of the ledger: a folder or s3://bucket/prefix."),
 ]
 JsonOption = Annotated[bool, Option("--json", help="Print JSON for machines.")]
-RunArgument = Annotated[str, Argument(metavar="RUN", help="Name of the run; `cairn runs` lists them.")]
+RunArgument = Annotated[
+    str, Argument(metavar="RUN", help="Name of the run; `cairn runs` lists them.", autocompletion=complete_run)
+]
 IterationArgument = Annotated[
-    int, Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0.")
+    Address,
+    Argument(
+        metavar="RUN[@ITER]",
+        help="A run, and the number of an iteration from 0; the newest by default.",
+        parser=parser("RUN[@ITER]"),
+        autocompletion=complete_run,
+    ),
+]
+SampleArgument = Annotated[
+    Address,
+    Argument(
+        metavar="RUN[@ITER[/SAMPLE]]",
+        help="A run, an iteration (the newest by default) and a sample: its number, or GROUP/INDEX.",
+        parser=parser("RUN[@ITER[/SAMPLE]]", sample=True),
+        autocompletion=complete_run,
+    ),
 ]
 SignersOption = Annotated[
     Path | None,
@@ -57,12 +86,11 @@ class Root:
 
     @cached_property
     def store(self) -> "Store":
-        """The store after it has responded: a command must not wait for a wrong endpoint as in an outage."""
-        from cairn.storage.opening import open_store
+        """The store after it has responded: a command must not wait for a wrong endpoint as in an outage. Raises
+        StoreRefused where there is no store."""
+        from cairn.storage.opening import open_existing
 
-        store = open_store(self.url)
-        store.check()
-        return store
+        return open_existing(self.url, may_be_empty=True)
 
     def ledger(self, run: str) -> "Ledger":
         """Return the ledger of a run. Raises BadInput if the run does not exist."""

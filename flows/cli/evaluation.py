@@ -91,12 +91,13 @@ def evaluate(
     ] = None,
     json: JsonOption = False,
 ) -> Shown:
-    """Evaluate weights on benchmarks, with an engine of their own.
+    """Evaluate weights on benchmarks.
 
-    The results are stored in the store's `evals` folder. A result is identified by all that it depends on: weights,
-    tokenizer, benchmark, sampling, engine, number format, grader, rows. A stored result is shown without computing
-    anything. If another process computes the result, the command waits for it. Finished samples of a killed evaluation
-    are used. The run may be training meanwhile: the command does not take its lease.
+    The evaluation has an engine of its own. The results are stored in the store's `evals` folder. A result is
+    identified by all that it depends on: weights, tokenizer, benchmark, sampling, engine, number format, grader, rows.
+    A stored result is shown without computing anything. If another process computes the result, the command waits for
+    it. Finished samples of a killed evaluation are used. The run may be training meanwhile: the command does not take
+    its lease.
 
     RUN without an iteration, and RUN@latest, mean the newest weights that the run has published; RUN@initial means its
     initial weights.
@@ -118,8 +119,9 @@ def evaluate(
     changes = _changes(overrides or [])
     from cairn.flows.evaluation.benchmarks import benchmarks_of
     from cairn.flows.evaluation.models import benchmarks_of_run
+    from cairn.storage.opening import open_for_runs
 
-    store, place = root.store, names[0] if model is None else None
+    store, place = open_for_runs(root.url), names[0] if model is None else None
     own = None if place is None else benchmarks_of_run(store, place)
     benchmarks = benchmarks_of(requested, n=n, data=data or (), changes=changes, own=own, seed=seed)
     from cairn.flows.evaluation.evaluating import SEED, evaluate_models
@@ -155,7 +157,7 @@ def leaderboard(
     fail_on_regression: FailOption = False,
     gate_on_regression: GateOption = False,
 ) -> Shown:
-    """Show all evaluation results of a store, by benchmark, the best first.
+    """Show a store's evaluations by benchmark, the best first.
 
     Results with equal questions, sampling and grading are in one group; engine and number format may differ. With
     `--baseline` they are compared with the baseline question by question. The newest result of each group is a
@@ -270,6 +272,7 @@ def _standing_as_json(one: "Standing") -> dict[str, Any]:
     result, compared = one.result, one.comparison
     return {
         "benchmark": result.key.benchmark,
+        "differs": one.differs,
         "rank": one.rank,
         "model": one.model,
         "engine": result.key.settings.get("engine"),
@@ -310,7 +313,7 @@ def _standings(standings: "Sequence[Standing]", baseline: str | None) -> "Table"
         compared = one.comparison
         versus = "–" if compared is None else f"{compared.difference:+.3f} {compared.verdict}"
         table.add_row(
-            _text(one.result.key.benchmark) if one.rank == 1 else "",
+            _text(one.result.key.benchmark + (f" ({one.differs})" if one.differs else "")) if one.rank == 1 else "",
             str(one.rank),
             _text(one.model),
             f"{settings.get('engine')}, {settings.get('dtype')}",

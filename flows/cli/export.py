@@ -1,6 +1,5 @@
 """Commands that take something out of a run: export, bundle. Also convert, for checkpoints, and unbundle."""
 
-import re
 import warnings
 from collections.abc import Iterator
 from enum import StrEnum
@@ -13,14 +12,15 @@ from cairn.configs.errors import BadInput
 from cairn.flows.cli.command import (
     IterationArgument,
     Root,
-    RunArgument,
+    SampleArgument,
     Shown,
     SignersOption,
     bad_input,
     read_signers_of,
     writing,
 )
-from cairn.flows.cli.printing import print_message, print_stderr
+from cairn.flows.cli.printing import print_message
+from cairn.flows.reading.address import samples_of, the_sample
 
 if TYPE_CHECKING:
     from cairn.flows.export.unbundle import Checked
@@ -36,14 +36,9 @@ class Format(StrEnum):
     """An iteration's samples."""
 
 
-_PLACE = re.compile(r"(?P<run>[^@]+)(?:@(?P<iteration>\d{1,6}))?")
-
-
 def export(
     root: Root,
-    place: Annotated[
-        str, Argument(metavar="RUN[@ITER]", help="The run, and the iteration of the weights; the newest by default.")
-    ],
+    place: IterationArgument,
     folder: Annotated[Path, Argument(metavar="FOLDER", help="The folder to write: new, or empty.")],
     format: Annotated[
         Format,
@@ -51,10 +46,11 @@ def export(
     ] = Format.HF,
     adapter: Annotated[bool, Option("--adapter", help="Only the LoRA adapter, in peft's format, not merged.")] = False,
 ) -> Shown:
-    """Write a run's weights as a model folder in Hugging Face format, or the samples of an iteration.
+    """Write a run's weights as a model folder, or its samples.
 
-    A model folder contains the tokenizer, and a card that names the weights' origin. With `--format atif` the command
-    writes an iteration's samples, in the Agent Trajectory Interchange Format 1.8.
+    The folder has Hugging Face's format. A model folder contains the tokenizer, and a card that names the weights'
+    origin. With `--format atif` the command writes an iteration's samples, in the Agent Trajectory Interchange Format
+    1.8.
 
     The weights come from the iteration's checkpoint. If there is none, the command starts engines like the run's, loads
     the newest checkpoint before the iteration, and replays the committed train steps after it. The written weights are
@@ -68,11 +64,7 @@ def export(
     - `cairn export agent@3 trajectories --format atif` what its samples went through, with tokens and log-probs
     - `cairn export tuned adapter --adapter` what `training.lora` trained, for peft
     """
-    match = _PLACE.fullmatch(place)
-    if match is None:
-        raise BadInput(f"{place!r} is not RUN or RUN@ITER, such as quickstart@19")
-    ledger = root.ledger(match["run"])
-    iteration = None if match["iteration"] is None else int(match["iteration"])
+    ledger, iteration = root.ledger(place.run), place.iteration
     if format is Format.ATIF:
         if adapter:
             raise BadInput("--adapter needs a model: leave out --adapter or --format atif")
@@ -115,8 +107,8 @@ def convert(
         Path | None, Option("--model", help="For a checkpoint: the model folder that its training started from.")
     ] = None,
     dtype: Annotated[str, Option("--dtype", help="training.dtype of the run: float32 or bfloat16.")] = "float32",
-) -> None:
-    """Convert between model folders in Hugging Face format and checkpoints of the Megatron engine.
+) -> Shown:
+    """Convert between model folders and Megatron checkpoints.
 
     A model folder becomes a training state before its first update. A checkpoint, of any layout of ranks, optimizer and
     algorithm, becomes a model folder with the actor's weights. So does a checkpoint that Megatron-LM or slime wrote in
@@ -173,40 +165,41 @@ def convert(
                 device=str(device),
             )
             engine.save(open_store(str(target.parent)), target.name)
-    print_stderr(f"{target}: {'a checkpoint' if from_model else 'a model folder'} of {source}")
+    kind = "a checkpoint" if from_model else "a model folder"
+    return Shown({"target": str(target), "kind": kind, "source": str(source)}, f"{target}: {kind} of {source}")
 
 
 def bundle(
     root: Root,
-    run: RunArgument,
-    iteration: IterationArgument,
-    sample: Annotated[int, Argument(metavar="SAMPLE", min=0, help="Number of the sample, as in `cairn show`.")],
+    place: SampleArgument,
     file: Annotated[Path, Argument(metavar="FILE", help="The zip file to write; must not exist yet.")],
     weights: Annotated[
         bool, Option("--weights", help="Add the newest checkpoint up to the weights that sampled it.")
     ] = False,
 ) -> Shown:
-    """Write one sample's full history into a file that can be read and checked without the store.
+    """Write one sample's full history into a file.
 
-    The file contains the sample's prompt, response, tokens and log-probs, its grade, its advantage, the update that
-    consumed it, and the source of a user's grader. It also contains the chain of commits back to the first, byte for
-    byte, with their signatures. `cairn unbundle` checks all of it without the store. The tables of the sample's shard
-    are complete, so the file contains the other samples in them too.
+    The file can be read and checked without the store. It contains the sample's prompt, response, tokens and log-probs,
+    its grade, its advantage, the update that consumed it, and the source of a user's grader. It also contains the chain
+    of commits back to the first, byte for byte, with their signatures. `cairn unbundle` checks all of it without the
+    store. The tables of the sample's shard are complete, so the file contains the other samples in them too.
 
     Examples:
 
-    - `cairn bundle quickstart 39 17 sample.zip`
+    - `cairn bundle quickstart@39/17 sample.zip`
     """
     from cairn.flows.export.bundle import bundle as bundled
 
+    ledger = root.ledger(place.run)
+    iteration, found = samples_of(ledger, place)
+    sample = the_sample(place, found, iteration).number
     try:
-        with bad_input(LookupError):
-            contents = bundled(root.ledger(run), iteration, sample, file, weights=weights)
+        contents = bundled(ledger, iteration, sample, file, weights=weights)
     except FileExistsError:
         raise BadInput(f"{file} exists already: use another name") from None
     except OSError as error:
         raise BadInput(f"{file} cannot be written: {error.strerror}") from None
-    text = [f"{file}: sample {sample} of iteration {iteration} of run {run}, up to {contents.newest}"]
+    text = [f"{file}: sample {sample} of iteration {iteration} of run {place.run}, up to {contents.newest}"]
     if weights:
         saved = contents.checkpoint
         text.append(f"with the weights of {saved}" if saved else "without weights: there is no checkpoint")
@@ -218,12 +211,12 @@ def unbundle(
     signers: SignersOption = None,
     trust_code: Annotated[bool, Option("--trust-code", help="Run the grader's source that is in the bundle.")] = False,
 ) -> Shown:
-    """Check a bundle without its store, and grade its sample again. Exits with 1 if anything is wrong.
+    """Check a bundle, and grade its sample again.
 
-    The command checks all digests, the chain of commits back to the first, and the signatures if signers are given. It
-    also checks that the same version of the grader returns the recorded reward. It does not repeat generation and
-    training. A consistent bundle may still be made up as a whole: compare the digest of its newest commit, or give
-    signers.
+    The store is not needed. Exits with 1 if anything is wrong. The command checks all digests, the chain of commits
+    back to the first, and the signatures if signers are given. It also checks that the same version of the grader
+    returns the recorded reward. It does not repeat generation and training. A consistent bundle may still be made up as
+    a whole: compare the digest of its newest commit, or give signers.
 
     Examples:
 

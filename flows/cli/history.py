@@ -1,7 +1,6 @@
 """Commands that use a run's history: rescore, whatif, fork, replay, diff, compare."""
 
 import os
-import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
-from cairn.flows.cli.command import JsonOption, Root, RunArgument, Shown, bad_input, writing
+from cairn.flows.cli.command import IterationArgument, JsonOption, Root, Shown, bad_input, writing
 from cairn.flows.cli.printing import print_message, print_parts
 from cairn.flows.cli.tables import grid, numbers, reporting
 from cairn.flows.cli.training import SetOption
-from cairn.storage.ledger.layout import LAST_NUMBER
+from cairn.flows.reading.address import Address, iteration_of, newest, parser
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,13 +23,6 @@ if TYPE_CHECKING:
     from cairn.flows.history.replay import Replayed, Weights
     from cairn.flows.history.whatif import WhatIf
     from cairn.storage.ledger.commits import Step
-
-
-def _run_and_iteration(place: str, example: str) -> tuple[str, int]:
-    match = re.fullmatch(r"(.+)@(\d{1,6})", place)
-    if match is None:
-        raise BadInput(f"{place!r} is not RUN@ITER, such as {example}")
-    return match[1], int(match[2])
 
 
 # The file that `--write` requests in addition to the printed result.
@@ -76,10 +68,11 @@ def rescore(
         Option("--write", metavar="FILE", help="Write the rewards of each sample into this new Parquet file."),
     ] = None,
 ) -> Shown:
-    """Grade the samples of a run again, with another grader or today's code of its own, and show what changes.
+    """Grade the samples of a run again, and compare.
 
-    Nothing is sampled or trained: the command shows the rewards that the same responses would have had. The run is not
-    changed, and may be running. A response whose generation failed stays failed.
+    The grader is another one, or the run's own as its code is today. Nothing is sampled or trained: the command shows
+    the rewards that the same responses would have had. The run is not changed, and may be running. A response whose
+    generation failed stays failed.
 
     Examples:
 
@@ -105,7 +98,7 @@ def rescore(
 
 def whatif(
     root: Root,
-    place: Annotated[str, Argument(metavar="RUN@ITER", help="An iteration whose advantages are committed.")],
+    place: IterationArgument,
     overrides: Annotated[
         list[str] | None, Option("--set", metavar="algorithm.OPTION=VALUE", help="Change one option; may be repeated.")
     ] = None,
@@ -117,7 +110,7 @@ def whatif(
         Path | None, Option("--write", metavar="FILE", help="Write the advantages into this new Parquet file.")
     ] = None,
 ) -> Shown:
-    """Show which advantages another algorithm would have given to the samples that an iteration trained on.
+    """Show the advantages of an iteration by another algorithm.
 
     Nothing is sampled, scored or trained: rewards and log-probs come from the iteration's snapshots. The run is not
     changed, and may be running. The command refuses an algorithm that needs scores which the iteration does not have.
@@ -133,11 +126,12 @@ def whatif(
     - `cairn whatif quickstart@39 --set algorithm.advantage_estimator=rloo --json | jq .overall`
     """
     from cairn.flows.history.whatif import what_if
+    from cairn.storage.ledger.commits import Step
 
-    run, iteration = _run_and_iteration(place, "quickstart@39")
     if write is not None:
         require_free(write)
-    found, rows = what_if(root.ledger(run), iteration, overrides or [])
+    ledger = root.ledger(place.run)
+    found, rows = what_if(ledger, iteration_of(ledger, place, newest(Step.ADVANTAGE)), overrides or [])
     if group is not None and group not in found.groups:
         raise BadInput(f"iteration {found.iteration} of run {found.run} did not train on group {group}")
     if write is not None:
@@ -167,16 +161,15 @@ def _number(value: object) -> str:
 
 def fork(
     root: Root,
-    origin: Annotated[
-        str, Argument(metavar="RUN@ITER", help="A run, and the last iteration that the new one shares with it.")
-    ],
+    origin: IterationArgument,
     new: Annotated[str, Argument(metavar="NEW", help="Name of the new run.")],
     overrides: SetOption = None,
 ) -> Shown:
-    """Create a run that shares another run's iterations up to ITER and continues with other options.
+    """Create a run that continues an iteration of another run.
 
-    Nothing is copied: the new run reads the shared iterations where they are stored. The other run is not changed, and
-    may be running. The new run starts with the weights, optimizer, data cursor and buffer after iteration ITER.
+    The new run has the other's iterations up to ITER, and may have other options. Nothing is copied: the new run reads
+    the shared iterations where they are stored. The other run is not changed, and may be running. The new run starts
+    with the weights, optimizer, data cursor and buffer after iteration ITER.
 
     Examples:
 
@@ -185,9 +178,10 @@ def fork(
     """
     from cairn.flows.history.diff import differing_inputs, differing_options
     from cairn.flows.history.fork import fork as forked
+    from cairn.storage.ledger.commits import Step
 
-    run, iteration = _run_and_iteration(origin, "quickstart@19")
-    parent = root.ledger(run)
+    parent = root.ledger(origin.run)
+    iteration = iteration_of(parent, origin, newest(Step.TRAIN))
     with bad_input(ValueError):
         created = forked(parent, iteration, new, overrides or [])
     changed, inputs = differing_options(parent, created), differing_inputs(parent, created)
@@ -205,10 +199,7 @@ def fork(
 
 def replay(
     root: Root,
-    run: RunArgument,
-    iteration: Annotated[
-        int | None, Argument(metavar="[ITER]", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0.")
-    ] = None,
+    place: IterationArgument,
     step: Annotated[
         str | None,
         Argument(metavar="[STEP]", help="rollout, reward, filter, …, or one shard of a step: reward.00-000."),
@@ -220,15 +211,16 @@ def replay(
     ] = False,
     json: JsonOption = False,
 ) -> Shown:
-    """Repeat committed steps outside the ledger, and compare the results bit for bit. Exits with 1 if anything differs.
+    """Repeat committed steps, and compare bit for bit.
 
-    Nothing is written into the ledger, and a live driver of the run is not disturbed: if the steps need engines, the
-    command starts its own. It names steps whose inputs are retired or redacted; these do not count as a difference.
+    Exits with 1 if anything differs. Nothing is written into the ledger, and a live driver of the run is not disturbed:
+    if the steps need engines, the command starts its own. It names steps whose inputs are retired or redacted; these do
+    not count as a difference.
 
     Examples:
 
-    - `cairn replay quickstart 12 train` restores the weights before iteration 12 and does its update again
-    - `cairn replay quickstart 12 reward.00-000 --json`
+    - `cairn replay quickstart@12 train` restores the weights before iteration 12 and does its update again
+    - `cairn replay quickstart@12 reward.00-000 --json`
     - `cairn replay quickstart --all` does the whole run again
     - `cairn replay quickstart --all --step reward` grades every sample again
     - `cairn replay quickstart --weights` does every update again, from the initial weights on
@@ -241,15 +233,16 @@ def replay(
         if not json:
             print_parts(_replayed(step))
 
+    run, iteration = place.run, place.iteration
     text: list[str] = []
     conclusions: dict[str, Weights] = {}
     if weights:
         if everything or kind is not None or iteration is not None or step is not None:
             raise BadInput("--weights repeats every update of the run: leave out ITER, STEP, --all and --step")
         ledger = root.ledger(run)
-        newest = newest_update(ledger)
+        last = newest_update(ledger)
         found = replay_all(ledger, UPDATES, show, print_message)
-        conclusions["weights"] = replayed_weights(newest, found)
+        conclusions["weights"] = replayed_weights(last, found)
         text.append(_weights(run, conclusions["weights"]))
     elif everything:
         if iteration is not None or step is not None:
@@ -258,11 +251,12 @@ def replay(
             )
         steps = list(Step) if kind is None else [_known_step(kind)]
         found = replay_all(root.ledger(run), steps, show, print_message)
-    elif iteration is None or step is None or kind is not None:
-        raise BadInput("set ITER and STEP, such as 12 train, or use --weights, --all, or --all --step KIND")
+    elif step is None or kind is not None:
+        raise BadInput(f"name a STEP, as in `cairn replay {run} train`, or use --weights, --all, or --all --step KIND")
     else:
         name, _, shard = step.partition(".")
-        found = replayed(root.ledger(run), iteration, _known_step(name), shard or None, print_message)
+        which, ledger = _known_step(name), root.ledger(run)
+        found = replayed(ledger, iteration_of(ledger, place, newest(which)), which, shard or None, print_message)
         for one in found:
             show(one)
     differ, skipped = sum(bool(one.differences) for one in found), sum(one.skipped is not None for one in found)
@@ -304,9 +298,17 @@ def _replayed(step: "Replayed") -> Iterator[str]:
 
 def compare(
     root: Root,
-    first: Annotated[str, Argument(metavar="A[@ITER]", help="A run, or up to one of its iterations.")],
+    first: Annotated[
+        Address,
+        Argument(metavar="A[@ITER]", help="A run, or up to one of its iterations.", parser=parser("RUN[@ITER]")),
+    ],
     second: Annotated[
-        str, Argument(metavar="B[@ITER]", help="Another run of the same store, or another iteration of the same run.")
+        Address,
+        Argument(
+            metavar="B[@ITER]",
+            help="Another run of the same store, or another iteration of the same run.",
+            parser=parser("RUN[@ITER]"),
+        ),
     ],
     page: Annotated[
         Path | None, Option("--page", metavar="FILE", help="Write it as one HTML page too, with both runs' curves.")
@@ -328,15 +330,14 @@ def compare(
 
     if page is not None and not page.absolute().parent.is_dir():
         raise BadInput(f"{page} cannot be written: there is no folder {page.absolute().parent}")
-    (one, one_until), (other, other_until) = map(_run_or_iteration, (first, second))
-    ledgers = root.ledger(one), root.ledger(other)
-    for ledger, until in zip(ledgers, (one_until, other_until), strict=True):
+    ledgers, untils = (root.ledger(first.run), root.ledger(second.run)), (first.iteration, second.iteration)
+    for ledger, until in zip(ledgers, untils, strict=True):
         last = ledger.last_iteration()
         if until is not None and (last is None or until > last):
             has = "none yet" if last is None else f"0 to {last}"
             raise BadInput(f"run {ledger.run!r} has no iteration {until}; it has {has}")
     with reporting() as progress:
-        found, histories = compared(*ledgers, one_until, other_until, lambda what, done, of: progress(what))
+        found, histories = compared(*ledgers, *untils, lambda what, done, of: progress(what))
     text: list[RenderableType] = [found.paragraph, ""]
     lines = [(pair.name, shown(pair.first), shown(pair.second), shown(pair.change), pair.unit) for pair in found.pairs]
     values = grid("", *found.names, "change", "unit", right=(*found.names, "change"))
@@ -350,19 +351,16 @@ def compare(
     return Shown({**found.model_dump(mode="json"), "paragraph": found.paragraph}, text)
 
 
-def _run_or_iteration(place: str) -> tuple[str, int | None]:
-    return _run_and_iteration(place, "quickstart@39") if "@" in place else (place, None)
-
-
 def diff(
     root: Root,
     first: Annotated[str, Argument(metavar="A", help="A run.")],
     second: Annotated[str, Argument(metavar="B", help="Another run of the same store.")],
 ) -> Shown:
-    """Name the first step at which two runs differ, and what differs there. Exits with 1 if they differ.
+    """Show the first step at which two runs differ.
 
-    Only the results of steps are compared: samples, rewards, weights. Time, place and speed are not. If a needed table
-    is no longer stored, the command names it and compares what follows. `cairn compare` shows how both runs went.
+    Exits with 1 if they differ. Only the results of steps are compared: samples, rewards, weights. Time, place and
+    speed are not. If a needed table is no longer stored, the command names it and compares what follows. `cairn
+    compare` shows how both runs went.
 
     Examples:
 

@@ -12,7 +12,7 @@ from cairn.flows.cli.command import JsonOption, Root, RunArgument, Shown, Signer
 from cairn.flows.cli.decisions import AsOption, WhyOption
 from cairn.flows.cli.printing import print_stderr
 from cairn.flows.cli.tables import grid, reporting
-from cairn.flows.text import printable
+from cairn.flows.text import printable, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -42,11 +42,12 @@ def verify(
     signers: SignersOption = None,
     json: JsonOption = False,
 ) -> Shown:
-    """Read a whole run again, and check every byte against its digest and every commit against its inputs.
+    """Check every byte and every commit of a run.
 
-    The command also accounts for every generated group. Exits with 1 if anything is missing, altered or made from
-    something else than the ledger says, or if a group is trained on twice or lost. With --evals it checks all
-    evaluation results instead, which belong to the store and not to a run.
+    The command compares every byte with its digest and every commit with its inputs. It also accounts for every
+    generated group. Exits with 1 if anything is missing, altered or made from something else than the ledger says, or
+    if a group is trained on twice or lost. With --evals it checks all evaluation results instead, which belong to the
+    store and not to a run.
 
     With `--signers` it shows the authors of all files; a file that no signer has signed is a finding. `cairn keygen`
     creates keys.
@@ -107,8 +108,8 @@ def _verified(counts: Mapping[str, Any], findings: Sequence["Finding"], signed: 
     """Yield the findings, the amount of data that was read, and a line for each author of signed files."""
     for finding in findings:
         yield f"{finding.fault}: {finding.message}"
-    verdict = f"{len(findings)} findings" if findings else "every byte is what was committed"
-    read = f"{counts['files']} files, {counts['bytes'] / 1e6:.1f} MB"
+    verdict = f"{len(findings)} finding{'s' * (len(findings) > 1)}" if findings else "every byte is what was committed"
+    read = f"{counts['files']} files, {size(counts['bytes'])}"
     if "results" in counts:
         yield f"evaluations: {counts['results']} results, {read} read; {verdict}"
     else:
@@ -144,7 +145,7 @@ def gc(
     evals: EvalsOption = False,
     apply: Annotated[bool, Option("--apply", help="Remove the listed files.")] = False,
 ) -> Shown:
-    """List files of a run that nothing needs. `--apply` removes them.
+    """List files of a run that nothing needs, or remove them.
 
     Interrupted drivers leave such files: attempts that lost, groups that are now in a committed shard, incomplete
     writes. The run's retention frees others: `checkpoint.save_retain_interval` and `checkpoint.retain_snapshots`. The
@@ -181,8 +182,8 @@ def gc(
 def _evaluation_garbage(found: Sequence["Garbage"], removed: bool) -> Iterator[str]:
     for one in found:
         yield f"{one.reason}: {one.path}"
-    size = sum(one.bytes or 0 for one in found) / 1e6
-    yield f"evaluations: {len(found)} files, {size:.1f} MB, {_fate('--evals', len(found), removed)}"
+    total = sum(one.bytes or 0 for one in found)
+    yield f"evaluations: {len(found)} files, {size(total)}, {_fate('--evals', len(found), removed)}"
 
 
 def _run_garbage(
@@ -192,17 +193,17 @@ def _run_garbage(
     that retention does not keep."""
     from rich.text import Text
 
-    table = grid("path", "bytes", "why", right=("bytes",), fold=True)
+    table = grid("path", "size", "why", right=("size",), fold=True)
     for one in old:
-        table.add_row(f"iteration {one.iteration}: {len(one.files)} files", str(one.bytes), f"old {one.kind}")
+        table.add_row(f"iteration {one.iteration}: {len(one.files)} files", size(one.bytes), f"old {one.kind}")
     for garbage in found:
-        size = "–" if garbage.bytes is None else str(garbage.bytes)
-        table.add_row(Text(printable(garbage.path)), size, garbage.reason)
+        known = "–" if garbage.bytes is None else size(garbage.bytes)
+        table.add_row(Text(printable(garbage.path)), known, garbage.reason)
     files = sum(len(one.files) for one in old) + len(found)
     total = sum(one.bytes for one in old) + sum(garbage.bytes or 0 for garbage in found)
     if files:
         yield table
-    yield f"run {run}: {files} files, {total / 1e6:.1f} MB, {_fate(run, files, removed)}"
+    yield f"run {run}: {files} files, {size(total)}, {_fate(run, files, removed)}"
 
 
 def _fate(which: str, files: int, removed: bool) -> str:
@@ -220,11 +221,12 @@ def delete(
     yes_delete: Annotated[
         str | None, Option("--yes-delete", metavar="RUN", help="Confirm with the run's name, instead of typing it.")
     ] = None,
-) -> None:
-    """Delete a run with all its samples, checkpoints and metrics, or the samples of one prompt. This cannot be undone.
+) -> Shown:
+    """Delete a run, or the samples of one prompt.
 
-    You have to type the name again. The command refuses while a driver lives, and while forks of the run need it.
-    Repeat the command to finish an interrupted deletion; the run cannot be used in between.
+    Samples, checkpoints and metrics are gone for good. You have to type the name again. The command refuses while a
+    driver lives, and while forks of the run need it. Repeat the command to finish an interrupted deletion; the run
+    cannot be used in between.
 
     With `--prompt` the text and the tokens of the prompt's samples are removed from every table of the run. The run
     stays usable, and a driver may be running. Rows, rewards and digests stay. A commit records what was redacted, by
@@ -241,15 +243,14 @@ def delete(
 
     store = root.store
     if prompt is not None:
-        _delete_prompt(root.ledger(run), prompt, by=by, why=why, yes_delete=yes_delete)
-        return
+        return _delete_prompt(root.ledger(run), prompt, by=by, why=why, yes_delete=yes_delete)
     if why is not None or by is not None:
         raise BadInput("--why and --as need --prompt: a deleted run has no ledger to record them")
     warning = f"This permanently deletes run {run!r} in {store.url}."
     _require_confirmed(run, yes_delete, warning, "Type the run's name to delete it")
     with bad_input(FileNotFoundError, ValueError):
         delete_run(store, run)
-    print_stderr(f"run {run} is deleted")
+    return Shown({"run": run, "deleted": True}, f"run {run} is deleted")
 
 
 def _require_confirmed(run: str, typed: str | None, warning: str, request: str) -> None:
@@ -262,7 +263,7 @@ def _require_confirmed(run: str, typed: str | None, warning: str, request: str) 
         raise BadInput(f"the confirmed name is {typed!r}, not {run!r}; nothing was deleted")
 
 
-def _delete_prompt(ledger: "Ledger", prompt: int, *, by: str | None, why: str | None, yes_delete: str | None) -> None:
+def _delete_prompt(ledger: "Ledger", prompt: int, *, by: str | None, why: str | None, yes_delete: str | None) -> Shown:
     from cairn.storage.ledger.decisions import Redaction
     from cairn.storage.upkeep.redaction import redact
     from cairn.tasks.durable.quarantine import wanted
@@ -275,27 +276,28 @@ def _delete_prompt(ledger: "Ledger", prompt: int, *, by: str | None, why: str | 
         decision = redact(ledger, prompt, by=by, why=why, progress=progress, on_remaining=unreached.append)
     done = decision.what
     assert isinstance(done, Redaction)
-    print_stderr(
+    text = [
         f"prompt {prompt} is redacted in run {run}: {done.samples} samples, {len(done.files)} tables (decision "
         f"{decision.number})"
-    )
+    ]
     if done.trained_in:
         iterations = ", ".join(map(str, done.trained_in))
-        print_stderr(
+        text.append(
             f"updates of iteration {iterations} trained on them: weights from version {min(done.weight_versions)} on "
             "contain their effect"
         )
-    for sentence in unreached:
-        print_stderr(f"not reached: {sentence}")
+    text += [f"not reached: {sentence}" for sentence in unreached]
     if prompt not in wanted(ledger, ledger.decisions.all()):
-        print_stderr(f"it may be drawn again; cairn quarantine {run} --prompt {prompt} excludes it")
+        text.append(f"it may be drawn again; cairn quarantine {run} --prompt {prompt} excludes it")
+    value = decision.model_dump(mode="json") | {"digest": decision.digest, "not_reached": unreached}
+    return Shown(value, text)
 
 
 def probe(root: Root) -> Shown:
-    """Check whether a store can hold runs. Every run does this before it starts.
+    """Check whether a store can hold runs.
 
-    The store must respond, return what was written, and refuse to create an existing file a second time. Nothing is
-    left behind.
+    Every run does this before it starts. The store must respond, return what was written, and refuse to create an
+    existing file a second time. Nothing is left behind.
 
     Examples:
 

@@ -6,13 +6,18 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from cairn.flows.cli.command import Shown
+from cairn.flows.cli.reading import PriceOption
 from cairn.flows.cli.tables import grid
 from cairn.flows.cli.training import RecipeArgument, SetOption
+from cairn.flows.text import duration, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from cairn.flows.plan.subject import Plan
+
+_CACHE = "keys and values"
+_FILLED = f": {_CACHE} take what is left"
 
 
 def plan(
@@ -38,8 +43,9 @@ def plan(
     mbu: Annotated[
         float | None, Option("--mbu", min=0.001, max=1, help="Share of a GPU's memory bandwidth that decoding reaches.")
     ] = None,
+    price: PriceOption = None,
 ) -> Shown:
-    """Compute what a recipe needs, before you use a GPU: memory, cache, transfers and the time of an iteration.
+    """Compute the memory, time and money that a recipe needs.
 
     Neither GPUs nor weights are needed. The command reads the model's config.json, or uses the published facts of a
     model with the folder's name. Memory is computed for the longest samples, time for average ones, from the rates of
@@ -47,8 +53,8 @@ def plan(
 
     Examples:
 
-    - `cairn plan configs/recipes/quickstart.yaml`
-    - `cairn plan my.yaml --gpu h200 --response-tokens 3000`
+    - `cairn plan Qwen3-4B`
+    - `cairn plan my.yaml --gpu h200 --response-tokens 3000 --price 2.50`
     - `cairn plan my.yaml --set training.world_size=16 --json`
     """
     import psutil
@@ -68,11 +74,16 @@ def plan(
         response_tokens=response_tokens,
         rates={name: rate for name, rate in (("mfu", mfu), ("mbu", mbu)) if rate is not None},
     )
-    value = {**found.model_dump(mode="json"), "fits": found.fits, "seconds": found.seconds}
-    return Shown(value, _parts(found), failed=not found.fits)
+    whole = {"seconds": found.run_seconds, "gpu_hours": found.gpu_hours, "price": _money(found.gpu_hours, price)}
+    value = {**found.model_dump(mode="json"), "fits": found.fits, "seconds": found.seconds, "run": whole}
+    return Shown(value, _parts(found, price), failed=not found.fits)
 
 
-def _parts(plan: "Plan") -> "Iterator[RenderableType]":
+def _money(gpu_hours: float | None, price: float | None) -> float | None:
+    return None if gpu_hours is None or price is None else gpu_hours * price
+
+
+def _parts(plan: "Plan", price: float | None) -> "Iterator[RenderableType]":
     """Yield a table of the memories, and lines for everything else."""
     from rich.text import Text
 
@@ -86,26 +97,36 @@ def _parts(plan: "Plan") -> "Iterator[RenderableType]":
     for memory in plan.memory:
         table.add_section()
         style = "" if memory.fits else "bold red"
-        verdict = f"of {_gib(memory.capacity)}" + ("" if memory.fits else ": too much")
+        filled = memory.fits and any(row.what == _CACHE for row in memory.rows)
+        verdict = f"of {_gib(memory.capacity)}" + (": too much" if not memory.fits else _FILLED if filled else "")
         table.add_row(Text(memory.of, style or "bold"), Text(_gib(memory.total), style), Text(verdict, style))
         for row in memory.rows:
             table.add_row(f"  {row.what}", _gib(row.bytes), "")
     yield table
     if (cache := plan.cache) is not None:
-        fixed = f" and {cache.bytes_per_sample / 1e6:,.1f} MB a sample" if cache.bytes_per_sample else ""
-        yield f"keys and values: {cache.bytes_per_token / 1e3:,.1f} kB a token{fixed} on each rank"
+        fixed = f" and {size(cache.bytes_per_sample)} a sample" if cache.bytes_per_sample else ""
+        yield f"{_CACHE}: {size(cache.bytes_per_token)} a token{fixed} on each rank"
         yield (
             f"rollout: the cache has room for {cache.samples_longest:,} samples of maximum length, or "
             f"{cache.samples_mean:,} of mean length; {cache.at_once:,} of {cache.asked:,} requested samples are "
             "generated at a time"
         )
     if plan.sync is not None:
-        yield f"sync: {_gb(plan.sync.bytes)} GB, {_seconds(plan.sync.seconds)}, {plan.sync.how}"
+        yield f"sync: {size(plan.sync.bytes)}, {duration(plan.sync.seconds)}, {plan.sync.how}"
     saved = plan.checkpoint
-    yield f"checkpoint: {_gb(saved.bytes)} GB, {_seconds(saved.seconds)}, {saved.how}"
-    parts = ", ".join(f"{step.step} {_seconds(step.seconds)}" for step in plan.steps)
+    yield f"checkpoint: {size(saved.bytes)}, {duration(saved.seconds)}, {saved.how}"
+    parts = ", ".join(f"{step.step} {duration(step.seconds)}" for step in plan.steps)
     side = ", rollout in parallel with the other steps" if plan.overlapped else ""
-    yield f"an iteration: {_seconds(plan.seconds)}{side}: {parts}"
+    yield f"an iteration: {duration(plan.seconds)}{side}: {parts}"
+    if plan.run_seconds is not None:
+        text = f"the run: {plan.iterations:,} iterations, {duration(plan.run_seconds)}"
+        if plan.gpus:
+            text += f", {plan.gpu_hours:,.0f} GPU-hours"
+            money = _money(plan.gpu_hours, price)
+            text += "; --price P adds what they cost" if money is None else f", price {money:,.0f}"
+        yield f"{text}; evaluations are not counted"
+    if not plan.gpus and plan.seconds > 3600:
+        yield "no GPU is used: set training.num_gpus_per_rank and rollout.num_gpus_per_engine, which are 0"
     for problem in plan.problems:
         yield f"cannot run: {problem}"
     for memory in plan.memory:
@@ -128,17 +149,9 @@ def _billions(count: int) -> str:
     return f"{count / 1e9:,.3f}"
 
 
-def _gib(size: float) -> str:
-    return _short(size / 2**30)
+def _gib(count: float) -> str:
+    return _short(count / 2**30)
 
 
-def _gb(size: float) -> str:
-    return _short(size / 1e9)
-
-
-def _short(size: float) -> str:
-    return f"{size:,.2f}" if size >= 0.1 else f"{size:,.4f}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:,.2f} s"
+def _short(amount: float) -> str:
+    return f"{amount:,.2f}" if amount >= 0.1 else f"{amount:,.4f}"

@@ -1,7 +1,10 @@
 """Commands that read and change nothing: runs, status, show, costs, timeline, report."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from enum import StrEnum
+from fnmatch import fnmatchcase
 from itertools import chain
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,21 +12,50 @@ from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
 from cairn.flows.cli import tables
-from cairn.flows.cli.command import IterationArgument, JsonOption, Root, RunArgument, Shown, bad_input, writing
+from cairn.flows.cli.command import (
+    IterationArgument,
+    JsonOption,
+    Root,
+    RunArgument,
+    SampleArgument,
+    Shown,
+    writing,
+)
+from cairn.flows.reading.address import iteration_of, samples_of, the_sample
+from cairn.flows.text import size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
     from cairn.flows.reading.costs import Costs
+    from cairn.flows.reading.views import RunStatus
 
 PriceOption = Annotated[
     float | None, Option("--price", metavar="P", min=0, help="Price of a device per hour, in any currency.")
 ]
 
 
-def runs(root: Root) -> Shown:
-    """List all runs of a store: progress, reward, and time of the last commit.
+class Order(StrEnum):
+    """Order of runs: names from a to z, everything else with the greatest first."""
+
+    NAME = "name"
+    REWARD = "reward"
+    ITERATIONS = "iterations"
+    NEWEST = "newest"
+
+
+def runs(
+    root: Root,
+    pattern: Annotated[
+        str, Argument(metavar="[PATTERN]", help="Only runs whose names match, such as 'gsm8k-*'.")
+    ] = "*",
+    state: Annotated[
+        list[str] | None, Option("--state", metavar="STATE", help="Only runs in this state; may be repeated.")
+    ] = None,
+    sort: Annotated[Order, Option("--sort", help="Order of the runs; newest: by their last commit.")] = Order.NAME,
+) -> Shown:
+    """List the runs of a store.
 
     States: *new* (a fork that no driver has owned), *running* (a live driver owns it), *completed*, *failed*,
     *interrupted* (stopped or killed; `cairn resume` continues it), *preempted* (the machine was needed; `cairn resume`
@@ -32,18 +64,30 @@ def runs(root: Root) -> Shown:
     Examples:
 
     - `cairn runs`
-    - `cairn runs --store s3://bucket/experiments --json`
+    - `cairn runs 'gsm8k-*' --state failed --state interrupted --sort newest`
+    - `cairn runs --store s3://bucket/experiments --sort reward --json`
     """
-    from cairn.flows.reading.views import all_runs
+    from cairn.flows.reading.views import RunState, all_runs
 
-    found = all_runs(root.store)
+    for name in state or ():
+        if name not in list(RunState):
+            raise BadInput(f"--state {name} is not a state of a run; states are {', '.join(RunState)}")
+    keys: dict[Order, Callable[[RunStatus], float]] = {
+        Order.REWARD: lambda status: -inf if status.reward is None else status.reward,
+        Order.ITERATIONS: lambda status: status.iterations,
+        Order.NEWEST: lambda status: status.last_commit_at or 0,
+    }
+    found = all_runs(root.store, lambda run: fnmatchcase(run, pattern))
+    found = [status for status in found if not state or status.state in state]
+    if sort in keys:
+        found.sort(key=keys[sort], reverse=True)
     return Shown(found, tables.runs_table(found, root.url))
 
 
 def status(root: Root, run: RunArgument) -> Shown:
-    """Show the status of a run: its state and driver, its current step, its weights, rewards and evaluations, and
-    whether the rollout engines wait for the trainer or the reverse.
+    """Show a run's state, progress, scores and bottleneck.
 
+    The bottleneck is who waits: the rollout engines for the trainer, or the reverse.
     `balance` is measured over the newest iterations, ten at most, and names options on which the bottleneck depends.
     `state_digest` is the fingerprint of weights and optimizer: two runs with equal digests are identical bit for bit.
 
@@ -72,41 +116,37 @@ def status(root: Root, run: RunArgument) -> Shown:
 
 def show(
     root: Root,
-    run: RunArgument,
-    iteration: IterationArgument,
-    sample: Annotated[int | None, Option("--sample", metavar="N", min=0, help="Only sample number N.")] = None,
+    place: SampleArgument,
     limit: Annotated[int, Option("--limit", metavar="N", min=1, help="At most N samples.")] = 4,
 ) -> Shown:
-    """Show samples of an iteration: prompt, response, reward and advantage, and whether they were trained on.
+    """Show samples of an iteration with reward and advantage.
 
     A sample with several turns is shown turn by turn: the input of the environment, the answer of the policy, and every
     call of a tool or a grader.
 
     Examples:
 
-    - `cairn show quickstart 0` shows the first samples of the first iteration
-    - `cairn show quickstart 39 --sample 17`
-    - `cairn show quickstart 39 --limit 1000 --json | jq '.[].reward'`
+    - `cairn show quickstart` shows the first samples of the newest iteration
+    - `cairn show quickstart@39/17`
+    - `cairn show quickstart@39 --limit 1000 --json | jq '.[].reward'`
     """
-    from cairn.flows.reading.samples import iteration_samples, with_episodes
+    from cairn.flows.reading.samples import with_episodes
     from cairn.tasks.grading.failures import commonest
 
-    ledger = root.ledger(run)
-    with bad_input(LookupError):
-        found = iteration_samples(ledger, iteration)
-    if sample is not None and sample >= len(found):
-        raise BadInput(f"iteration {iteration} of run {run!r} has samples 0 to {len(found) - 1}, not {sample}")
-    chosen = with_episodes(ledger, found[:limit] if sample is None else [found[sample]])
+    ledger = root.ledger(place.run)
+    iteration, found = samples_of(ledger, place)
+    chosen = with_episodes(ledger, found[:limit] if place.sample is None else [the_sample(place, found, iteration)])
     failed = commonest((view.status, view.error) for view in found)
-    head = [] if failed is None or sample is not None else [str(failed)]
+    head = [] if failed is None or place.sample is not None else [str(failed)]
     return Shown(chosen, chain(head, tables.sample_lines(chosen, len(found))))
 
 
 def costs(root: Root, run: RunArgument, price: PriceOption = None) -> Shown:
-    """Show what a run cost: device-seconds and tokens by step, per accepted sample and evaluation, and what was wasted.
+    """Show what a run cost by step, and what was wasted.
 
-    A device is a GPU if the run has any, else a CPU thread of an engine. The command reads every commit and lease of
-    the run, but no samples. The iterations that a fork shares with its parent count in the parent's costs.
+    The costs are device-hours and tokens, and money with `--price`. A device is a GPU if the run has any, else a CPU
+    thread of an engine. The command reads every commit and lease of the run, but no samples. The iterations that a fork
+    shares with its parent count in the parent's costs.
 
     Examples:
 
@@ -124,26 +164,26 @@ def costs(root: Root, run: RunArgument, price: PriceOption = None) -> Shown:
 
 def timeline(
     root: Root,
-    run: RunArgument,
-    iteration: IterationArgument,
+    place: IterationArgument,
     file: Annotated[Path, Argument(metavar="FILE", help="Where to write the trace.")],
 ) -> Shown:
-    """Write an iteration as a trace for https://ui.perfetto.dev: engines are rows, steps and retries are slices.
+    """Write an iteration as a trace for https://ui.perfetto.dev.
 
-    The format is Chrome's. Each slice has its commit's metrics, timings and inputs. An incomplete iteration shows the
-    steps that it has.
+    Engines are rows, steps and retries are slices. The format is Chrome's. Each slice has its commit's metrics, timings
+    and inputs. An incomplete iteration shows the steps that it has.
 
     Examples:
 
-    - `cairn timeline quickstart 12 trace.json`
+    - `cairn timeline quickstart@12 trace.json`
     """
     from json import dumps
 
     from cairn.configs.loader import from_manifest
     from cairn.flows.reading.timeline import trace
 
-    ledger = root.ledger(run)
+    run, ledger = place.run, root.ledger(place.run)
     ledger.manifest.require_own("record of devices and of their time")
+    iteration = iteration_of(ledger, place)
     commits = ledger.commits(iteration)
     if not commits:
         raise BadInput(f"run {run!r} has no commit in iteration {iteration}; `cairn status {run}` says how far it is")
@@ -222,10 +262,11 @@ def report(
     price: PriceOption = None,
     json: JsonOption = False,
 ) -> Shown:
-    """Write a run as one HTML page that works offline: curves, time, samples, lineage, verification.
+    """Write a run as one HTML page that works offline.
 
-    You can search, filter and sort all samples of the run in the page. For 500 of them it shows every token with its
-    log-prob, ratio, advantage, age and mask. The page loads nothing and sends nothing. An existing file is replaced.
+    It shows curves, time, samples, lineage and the verification. You can search, filter and sort all samples of the run
+    in the page. For 500 of them it shows every token with its log-prob, ratio, advantage, age and mask. The page loads
+    nothing and sends nothing. An existing file is replaced.
 
     Examples:
 
@@ -251,8 +292,8 @@ def report(
 
         with writing(target):
             written = write_report(ledger, target, progress, verified=verify, price=price)
-    size = f"{written.bytes / 1e6:.1f} MB, {written.iterations} iterations, {written.samples:,} samples"
-    text = [f"{written.file}: {size}, {written.with_tokens:,} of them with tokens"]
+    amount = f"{size(written.bytes)}, {written.iterations} iterations, {written.samples:,} samples"
+    text = [f"{written.file}: {amount}, {written.with_tokens:,} of them with tokens"]
     if written.findings:
         text.append(f"{written.findings} findings of the ledger's verification are in it: see `cairn verify {run}`")
     return Shown(written, text)

@@ -1,17 +1,16 @@
 """`cairn episode` and `cairn lineage`: the course of one sample, its origin and its use."""
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from cairn.configs.errors import BadInput, Failure
-from cairn.flows.cli.command import IterationArgument, JsonOption, Root, RunArgument, Shown, bad_input
+from cairn.flows.cli.command import JsonOption, Root, SampleArgument, Shown, bad_input
 from cairn.flows.cli.printing import print_parts, print_stderr
 from cairn.flows.cli.tables import lines_of, sample_lines
+from cairn.flows.reading.address import samples_of, the_sample
 from cairn.flows.text import number
-from cairn.storage.ledger.layout import LAST_NUMBER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,23 +21,16 @@ if TYPE_CHECKING:
     from cairn.storage.ledger.ledger import Ledger
 
 
-_PLACE = re.compile(r"(\d+)(?:/(\d+))?")
-
-
 def episode(
     root: Root,
-    run: RunArgument,
-    iteration: IterationArgument,
-    sample: Annotated[
-        str, Argument(metavar="SAMPLE", help="Number of the sample, as in `cairn show`, or GROUP/INDEX.")
-    ],
+    place: SampleArgument,
     replay: Annotated[bool, Option("--replay", help="Run the sample's code again with the recorded answers.")] = False,
     debugger: Annotated[
         bool, Option("--debugger", "--pdb", help="With --replay: stop at the first line of the code, and at an error.")
     ] = False,
     json: JsonOption = False,
 ) -> Shown:
-    """Show one sample turn by turn, or run its code again from the record.
+    """Show a sample turn by turn, or run its code again.
 
     A replay works offline: it starts no engine and calls no tool, grader or clock. Effects of the code that bypass its
     context happen again. With `--replay` the command prints every answer when the code receives it. At the end it says
@@ -48,9 +40,9 @@ def episode(
 
     Examples:
 
-    - `cairn episode agent 3 17` shows what `cairn show agent 3 --sample 17` does
-    - `cairn episode agent 3 12/1 --replay`
-    - `cairn episode agent 3 17 --replay --debugger`
+    - `cairn episode agent@3/17` shows what `cairn show agent@3/17` does
+    - `cairn episode agent@3/12/1 --replay`
+    - `cairn episode agent@3/17 --replay --debugger`
     """
     if debugger and not replay:
         raise BadInput("--debugger needs --replay: use both")
@@ -58,34 +50,13 @@ def episode(
         raise BadInput("--debugger cannot print JSON: leave out --json")
     from cairn.flows.reading.samples import with_episodes
 
-    ledger = root.ledger(run)
-    view, total = _sample(ledger, iteration, sample)
+    ledger = root.ledger(place.run)
+    iteration, found = samples_of(ledger, place)
+    view = the_sample(place, found, iteration)
     if replay:
         return _replay(ledger, view, debugger, json)
     (view,) = with_episodes(ledger, [view])
-    return Shown(view, sample_lines([view], total, alone=True))
-
-
-def _sample(ledger: "Ledger", iteration: int, place: str) -> tuple["SampleView", int]:
-    """Return the sample that SAMPLE names, and the number of samples of the iteration. Raises BadInput."""
-    from cairn.flows.reading.samples import iteration_samples
-
-    match = _PLACE.fullmatch(place)
-    if match is None:
-        raise BadInput(f"{place!r} is not a sample: use its number, such as 17, or its group and index, such as 12/1")
-    with bad_input(LookupError):
-        found = iteration_samples(ledger, iteration)
-    first, index = int(match[1]), match[2]
-    if index is None:
-        if first >= len(found):
-            raise BadInput(
-                f"iteration {iteration} of run {ledger.run!r} has samples 0 to {len(found) - 1}, not {first}"
-            )
-        return found[first], len(found)
-    for view in found:
-        if (view.group_id, view.sample_index) == (first, int(index)):
-            return view, len(found)
-    raise BadInput(f"iteration {iteration} of run {ledger.run!r} has no sample {index} of group {first}")
+    return Shown(view, sample_lines([view], len(found), alone=True))
 
 
 def _replay(ledger: "Ledger", view: "SampleView", debugger: bool, json: bool) -> Shown:
@@ -131,21 +102,11 @@ def _printer(ledger: "Ledger") -> "Callable[[CallRecord], None]":
 
 _DIGITS = 12
 """Characters of a digest that are shown."""
-_LAST_ID = 2**63 - 1
-"""Maximum of an integer column of a table."""
 
 
 def lineage(
     root: Root,
-    run: RunArgument,
-    iteration: Annotated[
-        int,
-        Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="Iteration that generated the sample or trained on it."),
-    ],
-    group: Annotated[
-        int, Argument(metavar="GROUP", min=0, max=_LAST_ID, help="The sample's group; `cairn show` names it.")
-    ],
-    sample: Annotated[int, Argument(metavar="SAMPLE", min=0, max=_LAST_ID, help="Its position in the group, from 0.")],
+    place: SampleArgument,
     token: Annotated[int | None, Argument(metavar="[TOKEN]", min=0, help="Position in the response, from 0.")] = None,
 ) -> Shown:
     """Show where a sample came from and how it was used.
@@ -157,15 +118,22 @@ def lineage(
 
     Examples:
 
-    - `cairn lineage quickstart 5 170 3`
-    - `cairn lineage quickstart 5 170 3 12` says how token 12 came to be and was trained on
-    - `cairn lineage quickstart 5 170 3 --json | jq .update.state_digest`
+    - `cairn lineage quickstart@5/17`
+    - `cairn lineage quickstart@5/170/3` sample 3 of group 170, in the iteration that generated it or trained on it
+    - `cairn lineage quickstart@5/170/3 12` says how token 12 came to be and was trained on
+    - `cairn lineage quickstart@5/17 --json | jq .update.state_digest`
     """
     from cairn.flows.reading.lineage import lineage as lineage_of
 
-    ledger = root.ledger(run)
+    ledger = root.ledger(place.run)
+    if place.iteration is not None and place.sample is not None and len(place.sample) == 2:
+        iteration, (group, index) = place.iteration, place.sample
+    else:
+        iteration, views = samples_of(ledger, place)
+        view = the_sample(place, views, iteration)
+        group, index = view.group_id, view.sample_index
     with bad_input(LookupError):
-        found = lineage_of(ledger, iteration, group, sample, token)
+        found = lineage_of(ledger, iteration, group, index, token)
     return Shown(found, lines_of(_facts(found), style="dim"))
 
 

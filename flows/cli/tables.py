@@ -69,7 +69,7 @@ def runs_table(found: Sequence["RunStatus"], store: str) -> "Iterator[Renderable
     from rich.text import Text
 
     if not found:
-        yield f"no runs in {store}; `cairn train RECIPE` starts one"
+        yield f"no such runs in {store}; `cairn train RECIPE` starts one"
         return
     why = any(status.failure is not None for status in found)
     names = ("run", "state", "iterations", "reward", "eval", "last commit", *(("why",) if why else ()))
@@ -161,8 +161,7 @@ def summary_lines(status: "RunStatus", line: Callable[..., str]) -> Iterator[str
     needs here."""
     for name, scores in status.eval.items():
         yield f"{name}: {_change(scores)}"
-    last = status.num_rollout - 1
-    show, verify = line("cairn", "show", status.run, str(last)), line("cairn", "verify", status.run)
+    show, verify = line("cairn", "show", status.run), line("cairn", "verify", status.run)
     yield f"look at samples: {show}; check every byte: {verify}"
 
 
@@ -199,7 +198,7 @@ def sample_lines(views: Sequence["SampleView"], total: int, *, alone: bool = Fal
         if view.episode is not None:
             yield from episode_lines(view.episode)
     if len(views) < total and not alone:
-        yield Text(f"{len(views)} of {total} samples; --limit or --sample for others", "dim")
+        yield Text(f"{len(views)} of {total} samples; --limit shows more", "dim")
 
 
 @contextmanager

@@ -49,12 +49,12 @@ def up(
         bool, Option("--no-ray", help="Start no Ray head: each run starts a cluster of its own.")
     ] = False,
 ) -> None:
-    """Operate runs from Prefect's interface: start, watch, cancel, retry, resume, fork and verify them. Until Ctrl-C.
+    """Operate runs from Prefect's interface, until Ctrl-C.
 
-    The command starts Prefect's server over the history of the current folder, serves the deployments, and starts a Ray
-    head that their runs share. PREFECT_API_URL names an existing server to use instead, CAIRN_RAY_ADDRESS a cluster.
-    When the command ends, runs that were started in the interface shut down cleanly, and Retry resumes them. Other runs
-    do not depend on it.
+    You start, watch, cancel, retry, resume, fork and verify runs in a browser. The command starts Prefect's server over
+    the history of the current folder, serves the deployments, and starts a Ray head that their runs share.
+    PREFECT_API_URL names an existing server to use instead, CAIRN_RAY_ADDRESS a cluster. When the command ends, runs
+    that were started in the interface shut down cleanly, and Retry resumes them. Other runs do not depend on it.
 
     Examples:
 
@@ -138,7 +138,27 @@ def _newest(store: str) -> list["RunStatus"]:
     return sorted(statuses, key=lambda status: status.last_commit_at or 0, reverse=True)[:MOST_RUNS]
 
 
-RecipeArgument = Annotated[Path, Argument(metavar="RECIPE", help="YAML file; configs/recipes/ has examples.")]
+def _recipe(name: str) -> Path:
+    from cairn.configs.catalogue import recipe_path
+
+    return recipe_path(name)
+
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    from cairn.configs.catalogue import recipe_files
+
+    return [name for name in recipe_files(Path.cwd()) if name.startswith(incomplete)]
+
+
+RecipeArgument = Annotated[
+    Path,
+    Argument(
+        metavar="RECIPE",
+        help="YAML file, or a name: quickstart, Qwen3-4B (docs/recipes.md lists them).",
+        parser=_recipe,
+        autocompletion=_complete_recipe,
+    ),
+]
 SetOption = Annotated[
     list[str] | None,
     Option("--set", metavar="SECTION.OPTION=VALUE", help="Change one option of the recipe; may be repeated."),
@@ -156,17 +176,19 @@ def train(
     ] = None,
     overrides: SetOption = None,
     takeover: TakeoverOption = False,
+    json: JsonOption = False,
 ) -> None:
-    """Start a run, or resume the run of that name from its last commit.
+    """Start a run, or resume the run of that name.
 
     The configuration is frozen in the ledger at the first start. If the run exists with another configuration, the
     command shows the difference and changes nothing.
 
     Examples:
 
-    - `cairn train configs/recipes/quickstart.yaml`
-    - `cairn train configs/recipes/quickstart.yaml --run warmer --set rollout.rollout_temperature=1.2`
+    - `cairn train quickstart`
+    - `cairn train quickstart --run warmer --set rollout.rollout_temperature=1.2`
     - `cairn train my.yaml --store s3://bucket/experiments`
+    - `cairn train my.yaml --json | jq .state_digest` prints the status at the end, and progress on stderr
     """
     _handle_signals()
     from cairn.configs.loader import load
@@ -177,14 +199,14 @@ def train(
     words = ["cairn", "train", str(recipe), "--run", name, *changed]
     with ending_in_box(root, name, words):
         config = with_length(load(recipe, overrides or []))
-        _drive(root, name, config, takeover, words)
+        _drive(root, name, config, takeover, words, json=json)
 
 
-def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False) -> None:
-    """Resume a run from its last commit, with the configuration in its ledger.
+def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False, json: JsonOption = False) -> None:
+    """Resume a run from its last commit.
 
-    Whatever ended the run (an error, Ctrl-C, a killed machine), no committed step is repeated, and the final weights
-    equal those of a run that was never interrupted.
+    The configuration is that of the ledger. Whatever ended the run (an error, Ctrl-C, a killed machine), no committed
+    step is repeated, and the final weights equal those of a run that was never interrupted.
 
     Examples:
 
@@ -198,20 +220,20 @@ def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False) -> No
     ledger.manifest.require_own("weights and no configuration to continue with")
     words = ["cairn", "resume", run]
     with ending_in_box(root, run, words):
-        _drive(root, run, from_manifest(ledger.manifest.config), takeover, words, ledger)
+        _drive(root, run, from_manifest(ledger.manifest.config), takeover, words, ledger, json=json)
 
 
 def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOption = False) -> Shown:
-    """Check a recipe without starting anything, and print it with every option filled in.
+    """Check a recipe, and print it with every option.
 
-    The command checks the options, their types and their combinations; the model folder and its tokenizer; lengths
-    against the context; your own functions, of which it calls rewards and filters on one synthetic sample; and every
-    row of local data files, of which it renders at most 1000 training rows. No GPU is needed. Exits with 2 if something
-    is wrong.
+    Nothing starts. The command checks the options, their types and their combinations; the model folder and its
+    tokenizer; lengths against the context; your own functions, of which it calls rewards and filters on one synthetic
+    sample; and every row of local data files, of which it renders at most 1000 training rows. No GPU is needed. Exits
+    with 2 if something is wrong.
 
     Examples:
 
-    - `cairn validate configs/recipes/quickstart.yaml`
+    - `cairn validate quickstart`
     - `cairn validate my.yaml --set training.lr=1e-5 --json`
     """
     from cairn.configs.loader import load
@@ -263,10 +285,17 @@ def _handle_signals() -> None:
 
 
 def _drive(
-    root: Root, run: str, config: "RunConfig", takeover: bool, words: Sequence[str], ledger: "Ledger | None" = None
+    root: Root,
+    run: str,
+    config: "RunConfig",
+    takeover: bool,
+    words: Sequence[str],
+    ledger: "Ledger | None" = None,
+    *,
+    json: bool,
 ) -> None:
     """Train with progress on the terminal. `words`: the command. `ledger`: that of the run, if the configuration comes
-    from it and not from the user."""
+    from it and not from the user. `json`: print the status at the end to stdout, and progress to stderr."""
     from cairn.storage.ledger.commits import Step
     from cairn.storage.ledger.layout import check_name
     from cairn.storage.ledger.ledger import Ledger
@@ -294,16 +323,20 @@ def _drive(
     if ledger is not None:
         # A single request says whether the last update exists; the full status needs many.
         trained = ledger.find(config.rollout.num_rollout - 1, Step.TRAIN) is not None
-        if trained and run_status(store, run).state is RunState.COMPLETED:
+        if trained and (status := run_status(store, run)).state is RunState.COMPLETED:
             print_stderr(f"run {run} has all its iterations; nothing is left to do")
+            if json:
+                print_json(status)
             return
     with collecting_later():
+        from rich.console import Console
+
         from cairn.flows.driver.approval import Withheld
         from cairn.flows.driver.preemption import Preempted
         from cairn.flows.train import start
         from cairn.flows.watching.progress import Progress
 
-    progress = Progress(config)
+    progress = Progress(config, Console(stderr=True) if json else None)
     try:
         with progress:
             run = start(store, run, recipe, takeover, progress)
@@ -318,6 +351,10 @@ def _drive(
     except KeyboardInterrupt:
         print_stderr(f"interrupted; nothing committed is lost. Continue with: {going_on(store, run, words)}")
         raise typer.Exit(INTERRUPTED) from None
-    from cairn.flows.reading.failure import Terminal
+    status = run_status(store, run)
+    if json:
+        print_json(status)
+    else:
+        from cairn.flows.reading.failure import Terminal
 
-    print_parts(summary_lines(run_status(store, run), Terminal(store.url).line))
+        print_parts(summary_lines(status, Terminal(store.url).line))

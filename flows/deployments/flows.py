@@ -26,7 +26,8 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 from pydantic import Field
 
-from cairn.configs.loader import load
+from cairn.configs.catalogue import recipe_path
+from cairn.configs.loader import from_manifest, load
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.processes.deferred import defer_compiler
 from cairn.flows.deployments.forms import (
@@ -41,7 +42,7 @@ from cairn.flows.deployments.forms import (
     RunName,
     RunNameOrNone,
     Sampling,
-    recipe_path,
+    set_lines,
 )
 from cairn.flows.deployments.names import NAMES
 from cairn.flows.deployments.watching import record_process
@@ -122,10 +123,11 @@ def _place(store: str) -> str:
 def train(
     recipe: Recipe,
     run: RunNameOrNone = "",
+    options: Options = EMPTY,
+    set: str = "",
     restarts: Restarts = 0,
     takeover: bool = False,
     store: str = "",
-    options: Options = EMPTY,
 ) -> State[Any]:
     """Start a run, or resume the run of that name from its last commit. Its configuration is fixed at the first start.
 
@@ -133,12 +135,13 @@ def train(
         recipe: Recipe of the run. Your own recipes are the YAML files of the folder in which `cairn up` was started,
             and of recipes/ and configs/recipes/ in it.
         run: Name of the run, letters, digits, '.', '_' and '-'; by default that of the recipe's file.
+        options: Options that are often changed. An empty one keeps the recipe's value.
+        set: All other options of docs/configuration.md, one a line: algorithm.kl_loss_coef=0.001
         restarts: Number of automatic restarts after the driver was killed.
         takeover: Take over the run from a driver that is still alive; that driver stops.
         store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
-        options: Overrides of the recipe. An empty option keeps the recipe's value.
     """
-    overrides, name = list(options.overrides()), run or Path(recipe).stem
+    overrides, name = [*options.overrides(), *set_lines(set)], run or Path(recipe).stem
     path = recipe_path(recipe)
     # The run's lease records how a person can start the same from a terminal.
     sys.argv = ["cairn", "train", str(path), "--run", name, *(word for one in overrides for word in ("--set", one))]
@@ -165,9 +168,10 @@ def fork(
     run: RunName,
     iteration: Iteration,
     new: RunName,
+    options: Options = EMPTY,
+    set: str = "",
     restarts: Restarts = 0,
     store: str = "",
-    options: Options = EMPTY,
 ) -> State[Any]:
     """Create a run that shares another run's iterations up to one of them, and train it to its end with other options.
 
@@ -175,16 +179,17 @@ def fork(
         run: The run to fork; it does not change.
         iteration: The last iteration that the new run shares with it.
         new: Name of the new run.
+        options: Options that are often changed. An empty one keeps the forked run's value.
+        set: All other options of docs/configuration.md, one a line: algorithm.kl_loss_coef=0.001
         restarts: Number of automatic restarts after the driver was killed.
         store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
-        options: Overrides of the configuration of the forked run. An empty option keeps that run's value.
     """
     from cairn.flows.history.fork import fork as forked
     from cairn.flows.history.fork import is_fork
 
     ledgers = open_for_runs(_place(store))
     if not is_fork(ledgers, new, run, iteration):  # an earlier attempt of this flow run may have made it
-        forked(Ledger.open(ledgers, run), iteration, new, list(options.overrides()))
+        forked(Ledger.open(ledgers, run), iteration, new, [*options.overrides(), *set_lines(set)])
     return _driven(ledgers, new)
 
 
@@ -322,15 +327,18 @@ FLOWS: tuple[Flow[..., Any], ...] = tuple(globals()[name] for name in NAMES)
 """Flows with a deployment, each under its own name."""
 
 
-def _log(event: Event) -> None:
-    """Write an event to the logs of the flow run."""
+def _log(event: Event, config: RunConfig) -> None:
+    """Write an event to the logs of the flow run. `config`: that of the run."""
+    from cairn.flows.reading.metrics import in_short, iteration_metrics
+
     logger = get_run_logger()
     if isinstance(event, Message):
         (logger.warning if event.level == "warning" else logger.info)(event.text)
     elif isinstance(event, RunStarted):
-        logger.info(f"Run {event.run} continues at iteration {event.iteration} of {event.iterations}")
+        verb = "continues" if event.epoch > 1 else "starts"
+        logger.info(f"Run {event.run} {verb} at iteration {event.iteration} of {event.iterations}")
     elif isinstance(event, IterationDone):
-        logger.info(f"Iteration {event.iteration} is done")
+        logger.info(f"Iteration {event.iteration}: {in_short(iteration_metrics(event.commits, config))}")
 
 
 def _driven(store: Store, run: str, config: RunConfig | None = None, takeover: bool = False) -> State[Any]:
@@ -342,11 +350,13 @@ def _driven(store: Store, run: str, config: RunConfig | None = None, takeover: b
     from cairn.flows.train import start_in_flow
 
     try:
-        run = start_in_flow(store, run, config, takeover, _log)
+        recorded = config or from_manifest(Ledger.open(store, run).manifest.config)
+        run = start_in_flow(store, run, config, takeover, lambda event: _log(event, recorded))
     except Withheld as error:
         return end_of_driver(error, run, store.url)
     status = run_status(store, run)
+    reward = "" if status.reward is None else f"reward {status.reward:.3f}, "
     return Completed(
-        message=f"run {run} has its {status.num_rollout} iterations: weight version {status.weight_version}, state "
-        f"digest {status.state_digest}"
+        message=f"run {run} has its {status.num_rollout} iterations: {reward}weight version {status.weight_version}, "
+        f"state digest {status.state_digest}"
     )

@@ -1,13 +1,14 @@
-"""The form of a run in Prefect's UI: a recipe to choose, and every option of the configuration to override.
+"""The form of a run in Prefect's UI: a recipe to choose, the options that people change, and a box for all others.
 
 Prefect renders a form from the JSON schema of a flow's parameters, and its server rejects values that the schema does
-not allow before it creates a flow run. So the form is the configuration's own schema with all options optional: an
-omitted option keeps the recipe's value. Ranges, choices and descriptions come from `cairn.configs.schema`. A switch is
-a choice of two strings, because the UI sends an untouched boolean as false.
+not allow before it creates a flow run. The fields come from the configuration's own schema, with ranges, choices and
+descriptions, and are all optional: an omitted option keeps the recipe's value. The box takes lines of the form
+`section.option=value`, as `--set` does. A switch is a choice of two strings, because the UI sends an untouched boolean
+as false.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional, get_args
@@ -26,16 +27,13 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-import cairn.configs.schema
+from cairn.configs.catalogue import recipe_files
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import item_of, read, section_of
 from cairn.configs.schema.evaluation import BenchmarkSampling, EngineOptions
 from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.storage.ledger.layout import LONGEST_NAME, NAME_PATTERN
-
-FOLDERS = (".", "recipes", "configs/recipes")
-"""Folders with the user's own recipes, relative to the working directory."""
 
 
 def without_null(fields: dict[str, JsonSchemaValue]) -> None:
@@ -72,11 +70,12 @@ class Form(BaseModel):
         """Yield the values that were filled in, as `section.option=value`."""
         for name in sorted(self.model_fields_set):
             value = getattr(self, name)
+            key = type(self).model_fields[name].alias or name
             if isinstance(value, Form):
-                yield from value.overrides(f"{prefix}{name}.")
+                yield from value.overrides(f"{prefix}{key}.")
             elif value is not None:
-                plain = type(self).__pydantic_serializer__.to_python(self, mode="json", include={name})[name]
-                yield f"{prefix}{name}={json.dumps(plain)}"
+                (plain,) = type(self).__pydantic_serializer__.to_python(self, mode="json", include={name}).values()
+                yield f"{prefix}{key}={json.dumps(plain)}"
 
 
 def form_of(section: type[BaseModel], *, defaults: bool = True) -> type[Form]:
@@ -84,16 +83,21 @@ def form_of(section: type[BaseModel], *, defaults: bool = True) -> type[Form]:
     to its description, as the meaning of an empty field."""
     fields: dict[str, Any] = {}
     for name, option in section.model_fields.items():
-        inner = section_of(option) or _optional_section(option)
-        annotation: Any = option.annotation if inner is None else form_of(inner, defaults=defaults)
-        if annotation in (bool, bool | None):
-            annotation = Annotated[bool, WithJsonSchema({"type": "string", "enum": ["true", "false"]})]
-        for constraint in option.metadata:
-            annotation = Annotated[annotation, constraint]
-        about = inner.__doc__ if inner is not None else option.description
-        text = " ".join((about or "").split()) + (_default(option, inner) if defaults else "")
-        fields[name] = (Optional[annotation], Field(None, title=name, description=text))  # noqa: UP045
+        fields[name] = _field(name, option, defaults=defaults)
     return create_model(section.__name__, __base__=Form, __doc__=section.__doc__, **fields)
+
+
+def _field(name: str, option: FieldInfo, *, defaults: bool) -> tuple[Any, Any]:
+    """Return the annotation and the field of an option in a form."""
+    inner = section_of(option) or _optional_section(option)
+    annotation: Any = option.annotation if inner is None else form_of(inner, defaults=defaults)
+    if annotation in (bool, bool | None):
+        annotation = Annotated[bool, WithJsonSchema({"type": "string", "enum": ["true", "false"]})]
+    for constraint in option.metadata:
+        annotation = Annotated[annotation, constraint]
+    about = inner.__doc__ if inner is not None else option.description
+    text = " ".join((about or "").split()) + (_default(option, inner) if defaults else "")
+    return Optional[annotation], Field(None, title=name, description=text)  # noqa: UP045
 
 
 def _optional_section(option: FieldInfo) -> type[BaseModel] | None:
@@ -108,12 +112,44 @@ def _default(option: FieldInfo, inner: type[BaseModel] | None) -> str:
     return "" if value is None else f" Default: {json.dumps(value, default=list)}."
 
 
+CHANGED_OFTEN = (
+    "model.path",
+    "data.path",
+    "rollout.num_rollout",
+    "rollout.rollout_batch_size",
+    "rollout.n_samples_per_prompt",
+    "rollout.rollout_max_response_len",
+    "rollout.rollout_temperature",
+    "training.lr",
+)
+"""Options with a field of their own in the form of a run."""
+
+
+def _form_of_options(names: Sequence[str]) -> type[Form]:
+    """Return the form of some options of a run. The key of a field is the option's dotted name."""
+    fields: dict[str, Any] = {}
+    for name in names:
+        section, option = name.split(".")
+        schema = section_of(RunConfig.model_fields[section])
+        assert schema is not None
+        annotation, field = _field(option, schema.model_fields[option], defaults=False)
+        named = Field(None, alias=name, title=name, description=field.description)
+        fields[name.replace(".", "_")] = (annotation, named)
+    return create_model("Options", __base__=Form, **fields)
+
+
+def set_lines(text: str) -> list[str]:
+    """Return the overrides of a box: one `section.option=value` a line, without empty lines and comments."""
+    lines = (line.strip().removeprefix("--set").strip() for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
 if TYPE_CHECKING:
     Options = Form
     RewardOptions = Form
 else:
-    Options = form_of(RunConfig)
-    """All options of a run."""
+    Options = _form_of_options(CHANGED_OFTEN)
+    """Options of a run that people change."""
     RewardOptions = form_of(RewardConfig)
     """All options of a run's grader."""
 
@@ -125,19 +161,8 @@ SAME_GRADER = RewardOptions()
 
 
 def recipes(folder: Path) -> dict[str, Path]:
-    """Return recipes by name: the YAML files below the folder, relative to it, and the built-in ones. The user's file
-    wins where both have the same name. Files without the sections of a recipe are skipped."""
-    root = Path(cairn.configs.schema.__file__).parent.parent / "recipes"
-    built_in = {str(path.relative_to(root)): path for path in sorted(root.rglob("*.yaml"))}
-    own = {str(path.relative_to(folder)): path for below in FOLDERS for path in sorted((folder / below).glob("*.yaml"))}
-    in_folder = {path.resolve() for path in own.values()}
-    others = {name: path for name, path in built_in.items() if path.resolve() not in in_folder}
-    return {name: path for name, path in (own | others).items() if _is_recipe(path)}
-
-
-def recipe_path(name: str) -> Path:
-    """Return the file of a recipe that the form offers; else the name as a path."""
-    return recipes(Path.cwd()).get(name, Path(name))
+    """Return recipes by name; files without the sections of a recipe are skipped."""
+    return {name: path for name, path in recipe_files(folder).items() if _is_recipe(path)}
 
 
 def _is_recipe(path: Path) -> bool:

@@ -1,7 +1,4 @@
 """Names of the deployments, without imports."""
 
-DEPLOYMENT = "cairn"
-"""Name of every deployment, after its flow: `train/cairn`."""
-
 NAMES = ("train", "resume", "evaluate", "fork", "verify", "gc", "rescore")
-"""Names of the deployed flows, defined in `cairn.flows.deployments.flows`."""
+"""Names of the deployed flows, defined in `cairn.flows.deployments.flows`, and of their deployments."""

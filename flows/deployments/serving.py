@@ -27,7 +27,6 @@ from prefect.runner import Runner
 
 from cairn.engines.fleet.address import ADDRESS
 from cairn.flows.deployments.flows import FLOWS, SERVER_PID, STORE
-from cairn.flows.deployments.names import DEPLOYMENT
 from cairn.flows.deployments.watching import watch
 
 GRACE = 40.0
@@ -48,7 +47,11 @@ async def deployments(store: str) -> list[RunnerDeployment]:
     deployments = []
     for flow in FLOWS:
         deployment = await flow.ato_deployment(
-            DEPLOYMENT, parameters={"store": store}, entrypoint_type=EntrypointType.MODULE_PATH, tags=["cairn"]
+            flow.name,
+            description=(flow.description or "").partition("\n\n")[0],  # without what each parameter means
+            parameters={"store": store},
+            entrypoint_type=EntrypointType.MODULE_PATH,
+            tags=["cairn"],
         )
         deployment.model_fields_set.difference_update(USER_SETTINGS)
         deployments.append(deployment)

@@ -110,7 +110,7 @@ class _AlreadyRecorded(Exception):
 
 def _require(gate: GateStatus, run: str, *, wait: bool) -> None:
     if gate.state is GateState.REJECTED:
-        place = f"{run} {gate.iteration}"
+        place = f"{run}@{gate.iteration}"
         fork = f"fork it (cairn fork {run}@{gate.iteration - 1} NEW), or " if gate.iteration else ""
         raise Rejected(
             f"Run {run} was rejected before iteration {gate.iteration}{_by(gate.verdict)}; nothing committed is lost: "

@@ -169,8 +169,10 @@ def _vocabulary_size(path: str) -> int:
 def _stop_token_problems(config: RunConfig) -> Iterator[str]:
     """Report stop token ids outside the vocabulary: negative ids would index the last tokens, larger ones no token.
     Runs that were created with such ids can still resume."""
-    for id in config.rollout.rollout_stop_token_ids:
-        if not 0 <= id < (size := _vocabulary_size(config.model.path)):
+    ids = config.rollout.rollout_stop_token_ids
+    size = _vocabulary_size(config.model.path) if ids else 0
+    for id in ids:
+        if not 0 <= id < size:
             yield (
                 f"rollout.rollout_stop_token_ids has {id}, which is not a token of the model in {config.model.path}: "
                 f"its ids are 0 to {size - 1}"

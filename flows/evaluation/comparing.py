@@ -8,13 +8,14 @@ the same questions hard.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+from pydantic import JsonValue
 
 from cairn.flows.text import percent
 from cairn.storage.evals import Evaluation, read_samples, results
@@ -66,8 +67,31 @@ def name_of(result: Evaluation) -> str:
 
 def questions_digest(result: Evaluation) -> str:
     """Return a digest that is equal for comparable results: the same questions with the same sampling and grading."""
-    settings = {name: value for name, value in result.key.settings.items() if name not in _ENGINE_SETTINGS}
-    return canonical.digest([result.key.benchmark, settings])
+    return canonical.digest([result.key.benchmark, _settings(result)])
+
+
+def _settings(result: Evaluation) -> dict[str, JsonValue]:
+    return {name: value for name, value in result.key.settings.items() if name not in _ENGINE_SETTINGS}
+
+
+def differences(groups: Sequence[Sequence[Evaluation]]) -> dict[str, str]:
+    """Return in words what tells a group from other groups of the same benchmark, by its `questions_digest`; empty
+    where there are no others. `groups`: see `best_first`."""
+    texts = {}
+    for _, same in groupby(groups, key=lambda group: group[0].key.benchmark):
+        settings = {questions_digest(group[0]): _settings(group[0]) for group in same}
+        values = [{name: _spelled(value) for name, value in one.items()} for one in settings.values()]
+        names = [name for name in values[0] if any(one.get(name) != values[0][name] for one in values)]
+        for digest, own in zip(settings, values, strict=True):
+            texts[digest] = ", ".join(f"{name} {own.get(name, 'none')}" for name in names)
+    return texts
+
+
+def _spelled(value: JsonValue) -> str:
+    """Return a setting in few characters: digests and paths are shortened."""
+    return " ".join(
+        word[:12] if len(word) == 64 else word.rpartition("/")[2] for word in str(value or "none").split(" ")
+    )
 
 
 def compare(store: Store, result: Evaluation, baseline: Evaluation, margin: float = 0.0) -> Comparison:
@@ -124,6 +148,8 @@ class Standing:
     baseline: Evaluation | None = None
     comparison: Comparison | None = None
     """Comparison with the baseline; None for the baseline itself, and where its group has none."""
+    differs: str = ""
+    """What tells its group from other groups of the same benchmark."""
 
 
 def leaderboard(
@@ -131,10 +157,12 @@ def leaderboard(
 ) -> list[Standing]:
     """Return every result, by benchmark and questions, best first, compared with the baseline where one is named.
     Raises Damaged."""
+    groups = [group for group in best_first(results(store)) if benchmark in (None, group[0].key.benchmark)]
+    differing = differences(groups)
     standings: list[Standing] = []
-    for group in best_first(results(store)):
-        if benchmark in (None, group[0].key.benchmark):
-            standings += _ranked(store, group, baseline, margin)
+    for group in groups:
+        differs = differing[questions_digest(group[0])]
+        standings += (replace(one, differs=differs) for one in _ranked(store, group, baseline, margin))
     return standings
 
 

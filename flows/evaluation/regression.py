@@ -63,7 +63,7 @@ def open_gate(store: Store, run: str, why: str, says: Says) -> None:
         says(f"run {run} is rejected, or already waits for this reason")
         return
     iteration = decision.what.iteration
-    place = f"{run} {iteration}"
+    place = f"{run}@{iteration}"
     says(f"Run {run} will wait before iteration {iteration}: cairn approve {place}, or cairn reject {place}")
 
 

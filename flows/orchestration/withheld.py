@@ -65,8 +65,8 @@ def emit_requested(driver: FlowRun, run: str, gate: GateStatus) -> None:
                 "run": run,
                 "iteration": gate.iteration,
                 "why": gate.gate.why if gate.gate else None,
-                "approve": f"cairn approve {run} {gate.iteration}",
-                "reject": f"cairn reject {run} {gate.iteration}",
+                "approve": f"cairn approve {run}@{gate.iteration}",
+                "reject": f"cairn reject {run}@{gate.iteration}",
             },
         )
 

@@ -175,6 +175,7 @@ def plan_of(subject: Subject) -> Plan:
         sync=sync,
         checkpoint=checkpoint,
         steps=tuple(step_times(subject, cache.at_once if cache else None, sync, checkpoint)),
+        iterations=config.rollout.num_rollout or None,
         overlapped=config.rollout.weights_lag > 0,
         problems=tuple(problems),
         assumptions=subject.assumptions,

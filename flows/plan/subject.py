@@ -126,6 +126,8 @@ class Plan(Record):
     sync: Transfer | None = None
     checkpoint: Transfer
     steps: tuple[StepTime, ...]
+    iterations: int | None = None
+    """Iterations of the whole run; None where the data decides."""
     overlapped: bool
     """Whether rollout and training run concurrently."""
     problems: tuple[str, ...]
@@ -143,6 +145,16 @@ class Plan(Record):
         rollout = sum(step.seconds for step in self.steps if step.step == "rollout")
         rest = sum(step.seconds for step in self.steps) - rollout
         return max(rollout, rest) if self.overlapped else rollout + rest
+
+    @property
+    def run_seconds(self) -> float | None:
+        """Seconds of all iterations, without evaluations; None where the data decides how many there are."""
+        return None if self.iterations is None else self.iterations * self.seconds
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """GPU-hours of all iterations."""
+        return None if self.run_seconds is None else self.gpus * self.run_seconds / 3600
 
 
 USUAL_PROMPT = 1024

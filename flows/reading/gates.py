@@ -20,7 +20,7 @@ def blocking_gate(ledger: Ledger, index: int) -> GateStatus | None:
 def approval_request(gate: GateStatus, run: str) -> str:
     """Return one sentence: why a run waits, and how to decide."""
     why = f" ({gate.gate.why})" if gate.gate is not None and gate.gate.why else ""
-    place = f"{run} {gate.iteration}"
+    place = f"{run}@{gate.iteration}"
     return f"Run {run} waits before iteration {gate.iteration}{why}: cairn approve {place}, or cairn reject {place}"
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.plan.peaks import peak_tflops
 from cairn.engines.rollout.plan import kind_of
+from cairn.flows.text import duration
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 
@@ -554,6 +555,18 @@ def mean_reward(metrics: Mapping[str, float]) -> float | None:
     """Return the mean reward of the samples that an iteration generated, or of the trained ones where only that is
     known. `metrics`: see `iteration_metrics`."""
     return metrics.get("rollout/raw_reward", metrics.get("rollout/trained/raw_reward"))
+
+
+def in_short(metrics: Mapping[str, float]) -> str:
+    """Return an iteration in a few words: `reward 0.523, 12.4 tokens a response, 1.0 s`. `metrics`: see
+    `iteration_metrics`."""
+    reward, length = mean_reward(metrics), metrics.get("rollout/response_len/mean")
+    parts = [] if reward is None else [f"reward {reward:.3f}"]
+    if reward is None and "train/loss" in metrics:
+        parts.append(f"loss {metrics['train/loss']:.3f}")
+    if length is not None:
+        parts.append(f"{length:,.1f} tokens a response")
+    return ", ".join([*parts, duration(metrics["perf/step_time"])])
 
 
 def eval_metrics(commits: Iterable[Commit]) -> dict[int, dict[str, float]]:

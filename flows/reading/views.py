@@ -6,7 +6,7 @@ iterations as after ten thousand.
 
 import os
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Any
@@ -234,8 +234,8 @@ def _same_bits(ledger: Ledger, config: RunConfig, trained: Commit | None) -> boo
     return test.agrees if test else None
 
 
-def all_runs(store: Store) -> list[RunStatus]:
-    """Return the status of every run in a store, by name."""
+def all_runs(store: Store, wanted: Callable[[str], bool] = lambda run: True) -> list[RunStatus]:
+    """Return the status of every run of a store whose name is wanted, by name."""
 
     def status(run: str) -> RunStatus:
         try:
@@ -246,7 +246,7 @@ def all_runs(store: Store) -> list[RunStatus]:
             return RunStatus(run=run, state=RunState.DELETED)
 
     with ThreadPoolExecutor(_RUNS_AT_A_TIME) as readers:
-        return list(readers.map(status, list_runs(store)))
+        return list(readers.map(status, filter(wanted, list_runs(store))))
 
 
 def next_step(ledger: Ledger, config: RunConfig, iteration: int, commits: Sequence[Commit]) -> Step | None:

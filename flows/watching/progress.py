@@ -50,7 +50,7 @@ class Progress:
         self._live = Live(get_renderable=self._foot, console=self._console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> "Progress":
-        self._print("starting the engines", style="dim")
+        self._print("starting", style="dim")
         if self._console.is_terminal:
             self._live.start()
         return self

@@ -204,7 +204,7 @@ def require_unneeded(ledger: Ledger, affected: PromptData) -> None:
         if (saved is None or saved.iteration < pin) and (clash := sorted(affected.iterations & needed)):
             raise ValueError(
                 f"{place}: iteration {pin} is pinned, and its weights are recomputed from samples of iteration "
-                f"{clash[-1]}; run cairn unpin {ledger.run} {pin}"
+                f"{clash[-1]}; run cairn unpin {ledger.run}@{pin}"
             )
 
 

@@ -12,7 +12,11 @@ from tests.flows.written_runs import new_run, write_run
 
 PAGE = (Path(__file__).parents[2] / "docs" / "audit.md").read_text(encoding="utf-8")
 SHOWN = re.findall(r"```\n(cairn .*?)\n```\n\n```text\n(.*?)\n```", PAGE, re.DOTALL)
-NAMED = [command for command in re.findall(r"`(cairn [^`]+)`", PAGE) if "@" not in command and command.count(" ") > 1]
+NAMED = [
+    command
+    for command in re.findall(r"`(cairn [^`]+)`", PAGE)
+    if command.count(" ") > 1 and ("@" not in command or "lineage" in command)
+]
 SAMPLE = {"5": "1", "170": "4", "3": "1", "7": "0"}
 """Iteration, group, sample and token of the page, and those of the run here."""
 
@@ -26,7 +30,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def printed(command: str, store: str) -> list[str]:
     _, name, *rest = shlex.split(command.replace("\\\n", ""))
-    arguments = [SAMPLE.get(word, word) for word in rest]
+    arguments = [re.sub(r"(?<=[@/])\d+|^\d+$", lambda number: SAMPLE.get(number[0], number[0]), word) for word in rest]
     result = CliRunner().invoke(app, [name, *arguments, "--store", store])
     assert result.exit_code == 0, result.output
     return result.stdout.splitlines()

@@ -171,7 +171,7 @@ def test_every_code_block_of_python_and_yaml_can_be_parsed() -> None:
         ("import nonsense PATH", "there is no command import nonsense"),
         ("import traces PATH --hat", "traces has no option --hat"),
         ("export RUN FOLDER --hat", "has no option --hat"),
-        ("show run many", "valid integer"),
+        ("show run@many", "is not RUN[@ITER[/SAMPLE]]"),
     ],
 )
 def test_a_command_that_does_not_exist_is_found(line: str, why: str) -> None:

@@ -118,7 +118,7 @@ def row_of(folder: Path, group: int, index: int) -> dict[str, Any]:
 
 
 def test_an_episode_is_shown_turn_by_turn_with_its_calls(here: Path) -> None:
-    result = cairn("show", "tiny", "0", "--sample", "3", "--json")
+    result = cairn("show", "tiny@0/3", "--json")
     (view,) = json.loads(result.stdout)
     row, episode = row_of(here, 1, 1), view["episode"]
     first, second = episode["trajectories"]
@@ -150,7 +150,7 @@ def test_an_episode_is_shown_turn_by_turn_with_its_calls(here: Path) -> None:
     assert began == sorted(began)
     assert all(turn["answer"]["seconds"] > 0 for turn in (first_turn, answered, noted))
 
-    text = cairn("show", "tiny", "0", "--sample", "3").stdout
+    text = cairn("show", "tiny@0/3").stdout
     for said in (
         "trajectory 0 of 2, reward 0.250", "tool look_up call c1", '{"number":2}',
         "✗ look_up: ValueError: nothing under 1",
@@ -161,7 +161,7 @@ def test_an_episode_is_shown_turn_by_turn_with_its_calls(here: Path) -> None:
 
 
 def test_one_episode_is_shown_by_its_group_and_index_too(here: Path) -> None:
-    assert cairn("episode", "tiny", "0", "1/1").stdout == cairn("show", "tiny", "0", "--sample", "3").stdout.replace(
+    assert cairn("episode", "tiny@0/1/1").stdout == cairn("show", "tiny@0/3").stdout.replace(
         "1 of 4 samples; --limit or --sample for others\n", ""
     )
 
@@ -216,11 +216,11 @@ def test_a_rollout_counts_calls_and_failures(here: Path) -> None:
 def test_the_code_runs_again_from_the_record_and_calls_nothing(here: Path) -> None:
     called = (here / "called").read_text()
     assert len(called) == TOOLS * SAMPLES
-    result = cairn("episode", "tiny", "0", "1/1", "--replay")
+    result = cairn("episode", "tiny@0/1/1", "--replay")
     assert result.exit_code == 0, result.output
     assert "the same trajectory, bit for bit, after 9 answers" in result.stdout
     assert result.stdout.index("tool look_up call c2") < result.stdout.index("judge half call j0")
-    results = json.loads(cairn("episode", "tiny", "0", "3", "--replay", "--json").stdout)
+    results = json.loads(cairn("episode", "tiny@0/3", "--replay", "--json").stdout)
     assert results == {"outcome": "same", "told": "", "changed": False, "answers": 9}
     assert (here / "called").read_text() == called
 
@@ -244,7 +244,7 @@ def test_changed_code_is_told_and_where_it_first_differs(
 ) -> None:
     monkeypatch.setattr("cairn.engines.agents.episodes.offline.STUCK", 0.2)
     change(here, *code)
-    result = cairn("episode", "tiny", "0", "3", "--replay", "--json")
+    result = cairn("episode", "tiny@0/3", "--replay", "--json")
     assert result.exit_code == 1
     found = json.loads(result.stdout)
     assert (found["outcome"], found["changed"]) == (outcome, True)
@@ -254,7 +254,7 @@ def test_changed_code_is_told_and_where_it_first_differs(
 def test_a_debugger_stops_at_the_first_line_and_at_an_error(here: Path) -> None:
     change(here, "    chosen = ", "    1 / 0\n    chosen = ")
     typed = "p 'prompt of', len(sample.prompt_ids)\nc\np 'answers', [len(a.ids) for a in answers]\nq\n"
-    result = CliRunner().invoke(app, ["episode", "tiny", "0", "3", "--replay", "--pdb"], input=typed)
+    result = CliRunner().invoke(app, ["episode", "tiny@0/3", "--replay", "--pdb"], input=typed)
     prompt = len(row_of(here, 1, 1)["prompt_ids"])
     assert f"('prompt of', {prompt})" in result.stdout
     assert "-> ctx.now()" in result.stdout
@@ -267,17 +267,17 @@ def test_a_debugger_stops_at_the_first_line_and_at_an_error(here: Path) -> None:
 
 def test_code_that_a_store_names_elsewhere_is_not_run(here: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    result = cairn("episode", "tiny", "0", "3", "--replay", "--store", str(here / "store"))
+    result = cairn("episode", "tiny@0/3", "--replay", "--store", str(here / "store"))
     assert result.exit_code == 2
     assert "a store may not name code outside the working folder" in result.output
 
 
 @pytest.mark.parametrize(
     ("place", "message"),
-    [("9", "has samples 0 to 3, not 9"), ("1/7", "has no sample 7 of group 1"), ("one", "'one' is not a sample")],
+    [("9", "has samples 0 to 3, not 9"), ("1/7", "has no sample 7 of group 1"), ("one", "'tiny@0/one' is not RUN")],
 )
 def test_a_sample_that_is_not_there_is_named(here: Path, place: str, message: str) -> None:
-    result = cairn("episode", "tiny", "0", place)
+    result = cairn("episode", f"tiny@0/{place}")
     assert result.exit_code == 2
     assert message in result.output
 
@@ -343,7 +343,7 @@ def test_arguments_and_results_of_a_redacted_prompt_are_gone(here: Path, tmp_pat
     output = commit.side_file(RESULTS_FILE)
     assert output is not None
     assert read_recorded_table(ledger.store, "tiny", output).num_rows == 0, "a result that no other prompt has goes"
-    refused = cairn("episode", "tiny", "0", "3", "--replay", "--store", str(tmp_path / "store"))
+    refused = cairn("episode", "tiny@0/3", "--replay", "--store", str(tmp_path / "store"))
     assert "has redacted samples of 000000/rollout.00-000: its record is incomplete" in refused.output
 
 

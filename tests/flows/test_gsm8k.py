@@ -39,7 +39,7 @@ def test_the_gsm8k_recipe_runs_on_all_rows_with_its_ledger_on_s3(
     assert (status["state"], status["iterations"], status["weight_version"]) == ("completed", 3, 3)
     answers = {row["question"]: row["answer"].rpartition("#### ")[2] for row in map(json.loads, ROWS.open())}
     assert len(answers) > 7000
-    samples = json.loads(cairn("show", "gsm8k", "2", "--limit", "16", "--json"))
+    samples = json.loads(cairn("show", "gsm8k@2", "--limit", "16", "--json"))
     assert len(samples) == 16
     for sample in samples:
         question = sample["prompt"].partition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]

@@ -79,7 +79,7 @@ def test_every_reading_command_reads_it(earlier: str, run: str) -> None:
     status = json.loads(cairn("status", run, "--json", "--store", earlier))
     assert (status["state"], status["iteration"]) == ("interrupted", 2)
     assert status["step"] == ("rollout" if run == "parent" else "train")
-    assert len(json.loads(cairn("show", run, "1", "--json", "--store", earlier))) == 4
+    assert len(json.loads(cairn("show", f"{run}@1", "--json", "--store", earlier))) == 4
     assert not json.loads(cairn("verify", run, "--json", "--store", earlier))["findings"]
     assert run in cairn("runs", "--store", earlier)
     assert "first differ at 000002" in cairn("diff", "parent", "branch", "--store", earlier, code=1)
@@ -89,7 +89,7 @@ def test_every_reading_command_reads_it(earlier: str, run: str) -> None:
 @pytest.mark.parametrize("step", ["reward", "reward.00-000"])
 def test_a_step_is_replayed_beside_one_that_was_not_done(earlier: str, step: str) -> None:
     """The rollout of the iteration's other shard was killed."""
-    (again,) = json.loads(cairn("replay", "parent", "2", step, "--json", "--store", earlier))
+    (again,) = json.loads(cairn("replay", "parent@2", step, "--json", "--store", earlier))
     assert (again["name"], again["differences"]) == ("000002/reward.00-000", [])
 
 

@@ -5,14 +5,15 @@ Text from models and names from users are escaped: see `cairn.flows.text`.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import pyarrow as pa
 
 from cairn.configs.schema.run import RunConfig
+from cairn.flows.orchestration.artifacts.picture import picture
 from cairn.flows.reading.costs import StepCost
 from cairn.flows.reading.metrics import find_metric, iteration_metrics, step_seconds
-from cairn.flows.text import block, code, plain, table
-from cairn.flows.watching.progress import sparkline
+from cairn.flows.text import block, code, plain, size, table
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
@@ -79,6 +80,16 @@ POINTS = 60
 """Number of points of the reward curve at most; more iterations are averaged."""
 
 
+def curve(rewards: Mapping[int, float], scores: Mapping[str, Mapping[int, float]]) -> str:
+    """Return Markdown of a picture; an empty string where there is nothing to draw.
+
+    Args:
+        rewards: mean reward of the generated samples, by iteration.
+        scores: scores of each benchmark, by the number of iterations that the weights were trained for.
+    """
+    return picture({"reward": _averaged(rewards), **scores})
+
+
 def iteration_page(
     ledger: Ledger, config: RunConfig, commits: Sequence[Commit], samples: Sequence[Picked] | None
 ) -> str:
@@ -104,7 +115,7 @@ def iteration_page(
         _files(commits, store),
         "More:",
         block(
-            f"cairn show {run} {index} --store {store}\ncairn export {run}@{index} FOLDER --store {store}",
+            f"cairn show {run}@{index} --store {store}\ncairn export {run}@{index} FOLDER --store {store}",
             RESPONSE_CHARACTERS,
         ),
     ]
@@ -116,16 +127,14 @@ def run_page(
     config: RunConfig,
     done: int,
     newest: Commit | None,
-    rewards: Mapping[int, float],
     scores: Mapping[str, Mapping[int, float]],
     costs: Sequence[StepCost] = (),
 ) -> str:
-    """Return a page with rewards, evaluations and times of a run.
+    """Return a page with evaluations and times of a run. Prefect shows the description with `curve` above it.
 
     Args:
         done: number of complete iterations.
         newest: newest train step.
-        rewards: mean reward of the generated samples, by iteration.
         scores: scores of each benchmark, by the number of iterations that the weights were trained for.
         costs: costs of this driver's iterations, by step.
     """
@@ -134,8 +143,6 @@ def run_page(
         f"# {code(ledger.run)}",
         f"{done} of {config.rollout.num_rollout} iterations, weight version {version_of(newest)}, state {code(state)}, "
         f"in {code(ledger.store.url)}.",
-        "## Reward",
-        *_rewards(rewards),
         "## Evaluation",
         _scores(scores),
     ]
@@ -191,35 +198,19 @@ def _files(commits: Sequence[Commit], store: str) -> str:
     files = [(commit, output) for commit in commits for output in commit.outputs]
     root = store.rstrip("/")
     rows = [
-        [code(commit.name), code(f"{root}/{layout.in_run(commit.run, output.path)}"), f"{output.bytes:,}"]
+        [code(commit.name), code(f"{root}/{layout.in_run(commit.run, output.path)}"), size(output.bytes)]
         for commit, output in files[:FILES]
     ]
     rest = len(files) - FILES
-    return table(["commit", "file", "bytes"], rows) + (f"\n\n… and {rest:,} files more" if rest > 0 else "")
+    return table(["commit", "file", "size"], rows) + (f"\n\n… and {rest:,} files more" if rest > 0 else "")
 
 
-def _rewards(rewards: Mapping[int, float]) -> list[str]:
-    if not rewards:
-        return ["No iteration is done yet."]
-    points = _averaged(rewards)
-    values = list(points.values())
-    first, last = min(rewards), max(rewards)
-    curve = f"{sparkline(values)}  {rewards[first]:.3f} → {rewards[last]:.3f}"
-    step = max(1, len(points) // 12)
-    rows = [[name, f"{value:.4f}"] for name, value in list(points.items())[::step]]
-    return [block(curve, 1000), table(["iterations", "mean reward"], rows)]
-
-
-def _averaged(rewards: Mapping[int, float]) -> dict[str, float]:
-    """Return at most POINTS means over consecutive iterations, by the label of these iterations."""
+def _averaged(rewards: Mapping[int, float]) -> dict[float, float]:
+    """Return at most POINTS means over consecutive iterations, by the middle of these iterations."""
     order = sorted(rewards)
     width = -(-len(order) // POINTS)
-    points = {}
-    for start in range(0, len(order), width):
-        part = order[start : start + width]
-        name = str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}"
-        points[name] = sum(rewards[index] for index in part) / len(part)
-    return points
+    parts = [order[start : start + width] for start in range(0, len(order), width or 1)]
+    return {fmean(part): fmean(rewards[index] for index in part) for part in parts}
 
 
 def _scores(scores: Mapping[str, Mapping[int, float]]) -> str:

@@ -9,6 +9,7 @@
 """
 
 import contextvars
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,9 +27,9 @@ from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import PrefectException
 
 from cairn.flows.events import Event, IterationDone, RunDone, RunStarted
-from cairn.flows.orchestration.artifacts.pages import Picked, iteration_page, picked_samples, run_page
+from cairn.flows.orchestration.artifacts.pages import Picked, curve, iteration_page, picked_samples, run_page
 from cairn.flows.reading.costs import StepCost, step_costs
-from cairn.flows.reading.metrics import eval_metrics, iteration_metrics, mean_reward
+from cairn.flows.reading.metrics import eval_metrics, in_short, iteration_metrics, mean_reward
 from cairn.flows.reading.samples import benchmark_scores, generated_reward
 from cairn.flows.text import slug
 from cairn.storage.ledger.commits import Commit, Step
@@ -339,7 +340,8 @@ class Pages:
                 commits = self._missing[index] or self._run.ledger.commits(index)
                 flow_run = self._flow_runs.get(index, self._driver)
                 page = iteration_page(self._run.ledger, self._run.config, commits, self._samples(commits))
-                self._board.create(ITERATION, "markdown", page, _description(index), flow_run)
+                short = in_short(iteration_metrics(commits, self._run.config))
+                self._board.create(ITERATION, "markdown", page, f"Iteration {index}: {short}", flow_run)
                 self._existing.add(index)
             del self._missing[index]
             self._flow_runs.pop(index, None)
@@ -353,8 +355,11 @@ class Pages:
     def _show_run(self) -> None:
         costs = [self._costs[step] for step in Step if step in self._costs]
         ledger, config = self._run.ledger, self._run.config
-        page = run_page(ledger, config, self._done, self._newest, self._rewards, self._scores, costs)
-        description = f"{self._done} of {config.rollout.num_rollout} iterations"
+        page = run_page(ledger, config, self._done, self._newest, self._scores, costs)
+        reward = f", reward {self._rewards[max(self._rewards)]:.3f}" if self._rewards else ""
+        # The card on the page of the flow run shows the description: the curve is one click away.
+        shown = curve(self._rewards, self._scores)
+        description = f"{self._done} of {config.rollout.num_rollout} iterations{reward}\n\n{shown}"
         if self._page is None:
             self._page = self._board.create("", "markdown", page, description, self._driver)
         else:
@@ -381,11 +386,7 @@ def _sum(before: StepCost | None, cost: StepCost) -> StepCost:
     )
 
 
-def _description(iteration: int) -> str:
-    return f"Iteration {iteration}"
-
-
 def _iteration_of(description: str) -> int:
-    """Return the iteration of a description by `_description`; -1 for other text."""
-    number = description.removeprefix("Iteration ")
-    return int(number) if number.isdigit() else -1
+    """Return the iteration of a page's description, such as `Iteration 3: reward 0.5`; -1 for other text."""
+    match = re.match(r"Iteration (\d+)", description)
+    return int(match[1]) if match else -1

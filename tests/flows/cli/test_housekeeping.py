@@ -69,7 +69,7 @@ def test_gc_shows_first_and_removes_what_it_showed(ledger: Ledger) -> None:
     gone = {path for row in dry["retention"] for path in row["files"]} | {row["path"] for row in dry["garbage"]}
     left = {path for path in ledger.store.find("runs") if "/retired/" not in path}
     assert left == set(before) - gone
-    assert cairn("gc", "toy", store=ledger).stdout == "run toy: 0 files, 0.0 MB, can be removed\n"
+    assert cairn("gc", "toy", store=ledger).stdout == "run toy: 0 files, 0 B, can be removed\n"
 
 
 def test_verify_calls_retired_files_retired(ledger: Ledger) -> None:
@@ -78,7 +78,7 @@ def test_verify_calls_retired_files_retired(ledger: Ledger) -> None:
     assert verified.exit_code == 0
     assert "(54 older files are retired) read; every byte is what was committed" in verified.stdout
     assert "groups of 9 iterations from 0 to 8 could not be checked: their tables are retired\n" in verified.stdout
-    shown = cairn("show", "toy", "3", store=ledger)
+    shown = cairn("show", "toy@3", store=ledger)
     assert shown.exit_code == 1
     assert "is retired: run 'toy' deletes its older files" in shown.stderr
 

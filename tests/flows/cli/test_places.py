@@ -29,7 +29,7 @@ def store(tmp_path: Path) -> Path:
     [
         ("report", "toy", "/proc/r.html"),
         ("export", "toy@0", "/proc/out", "--format", "atif"),
-        ("timeline", "toy", "0", "/proc/trace.json"),
+        ("timeline", "toy@0", "/proc/trace.json"),
     ],
 )
 def test_a_place_that_cannot_be_written_is_one_sentence(store: Path, command: tuple[str, ...]) -> None:

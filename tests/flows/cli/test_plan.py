@@ -32,7 +32,7 @@ def recipe(tmp_path: Path) -> Path:
 def test_a_recipe_that_fits_ends_with_0_and_a_table(recipe: Path) -> None:
     result = plan(recipe)
     assert result.exit_code == 0
-    for what in ("4.022", "weights", "gradients", "optimizer", "keys and values", "sync: 8.04 GB", "an iteration:"):
+    for what in ("4.022", "weights", "gradients", "optimizer", "keys and values", "sync: 7.49 GiB", "an iteration:"):
         assert what in result.stdout
 
 
@@ -47,6 +47,16 @@ def test_json_holds_what_the_table_shows(recipe: Path) -> None:
         "a machine's own memory",
     ]
     assert found["seconds"] == pytest.approx(sum(step["seconds"] for step in found["steps"]))
+
+
+def test_the_whole_run_is_told_in_hours_and_money(recipe: Path) -> None:
+    options = ("--set", "rollout.num_rollout=100", "--price", "2.5")
+    found = json.loads(plan(recipe, *options, "--json").stdout)
+    hours = 100 * found["seconds"] / 3600
+    assert found["run"]["gpu_hours"] == pytest.approx(8 * hours)
+    assert found["run"]["price"] == pytest.approx(20 * hours)
+    line = next(line for line in plan(recipe, *options).stdout.splitlines() if line.startswith("the run: "))
+    assert f"100 iterations, {hours:.1f} h, {8 * hours:,.0f} GPU-hours, price {20 * hours:,.0f}" in line
 
 
 def test_what_does_not_fit_ends_with_1_and_every_remedy_fits(recipe: Path) -> None:

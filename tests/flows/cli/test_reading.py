@@ -72,13 +72,30 @@ def test_runs_lists_every_run_of_the_store(store: str, monkeypatch: pytest.Monke
     assert lines[2].split()[:4] == ["toy", "completed", "3/3", "0.667"]
 
 
+def test_runs_are_sorted_and_filtered(store: str) -> None:
+    def names(*options: str) -> list[str]:
+        return [run["run"] for run in json.loads(cairn("runs", *options, "--json", "--store", store).stdout)]
+
+    assert names("--sort", "iterations") == ["toy", "other"]
+    assert names("--sort", "newest") == ["other", "toy"]
+    assert names("t*") == names("--state", "completed") == ["toy"]
+    assert names("--state", "completed", "--state", "interrupted", "--sort", "reward") == ["other", "toy"]
+    wrong = cairn("runs", "--state", "done", "--store", store)
+    assert (wrong.exit_code, wrong.stderr.startswith("--state done is not a state of a run; states are new, ")) == (
+        2,
+        True,
+    )
+
+
 def test_an_empty_store_has_no_runs(tmp_path: Path) -> None:
     assert cairn("runs", "--json", "--store", str(tmp_path)).stdout.strip() == "[]"
-    assert cairn("runs", "--store", str(tmp_path)).stdout.startswith(f"no runs in {tmp_path}; `cairn train RECIPE`")
+    assert cairn("runs", "--store", str(tmp_path)).stdout.startswith(
+        f"no such runs in {tmp_path}; `cairn train RECIPE`"
+    )
 
 
 def test_show_prints_samples_with_their_reward_and_advantage(store: str) -> None:
-    text = cairn("show", "toy", "1", "--limit", "2", "--store", store).stdout
+    text = cairn("show", "toy@1", "--limit", "2", "--store", store).stdout
     assert "sample 0 of 6" in text
     assert "sample 1 of 6" in text
     assert "sample 2 of 6" not in text
@@ -92,9 +109,9 @@ def test_show_prints_samples_with_their_reward_and_advantage(store: str) -> None
 
 
 def test_show_picks_one_sample_and_says_why_it_was_dropped(store: str) -> None:
-    (view,) = json.loads(cairn("show", "toy", "0", "--sample", "5", "--json", "--store", store).stdout)
+    (view,) = json.loads(cairn("show", "toy@0/5", "--json", "--store", store).stdout)
     assert (view["number"], view["disposition"], view["reason"]) == (5, "drop", "zero_std_1")
-    assert "drop (zero_std_1)" in cairn("show", "toy", "0", "--sample", "5", "--store", store).stdout
+    assert "drop (zero_std_1)" in cairn("show", "toy@0/5", "--store", store).stdout
 
 
 def test_a_list_of_signers_that_is_not_there_is_named(store: str) -> None:
@@ -104,7 +121,7 @@ def test_a_list_of_signers_that_is_not_there_is_named(store: str) -> None:
 
 
 def test_json_for_machines_says_the_same_without_steering_a_terminal(store: str) -> None:
-    shown = cairn("show", "toy", "1", "--sample", "1", "--json", "--store", store).stdout
+    shown = cairn("show", "toy@1/1", "--json", "--store", store).stdout
     assert json.loads(shown)[0]["response"] == "5 \x1b[31m[bold]\x7f\x9b31m"
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", shown)
 
@@ -128,7 +145,7 @@ def test_verify_names_what_was_altered_and_fails(store: str) -> None:
     result = cairn("verify", "toy", "--store", store)
     assert result.exit_code == 1
     assert f"altered: runs/toy/iterations/000001/reward/{file.parent.name}/samples.parquet is altered" in result.stdout
-    assert "1 findings" in result.stdout
+    assert "1 finding\n" in result.stdout
     machine = cairn("verify", "toy", "--json", "--store", store)
     assert machine.exit_code == 1
     assert [finding["fault"] for finding in json.loads(machine.stdout)["findings"]] == ["altered"]
@@ -148,7 +165,7 @@ def test_status_says_who_waits_for_whom(tmp_path: Path) -> None:
     assert (damaged.exit_code, "balance" in damaged.stdout) == (0, False)
 
 
-@pytest.mark.parametrize("command", [["status", "none"], ["show", "none", "0"], ["verify", "none"], ["resume", "none"]])
+@pytest.mark.parametrize("command", [["status", "none"], ["show", "none@0"], ["verify", "none"], ["resume", "none"]])
 def test_a_run_that_does_not_exist_is_one_sentence(tmp_path: Path, command: list[str]) -> None:
     result = cairn(*command, "--store", str(tmp_path))
     assert result.exit_code == 2
@@ -163,16 +180,16 @@ def test_a_name_that_cannot_be_a_run_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_samples_that_do_not_exist_are_one_sentence(store: str) -> None:
-    result = cairn("show", "toy", "9", "--store", store)
+    result = cairn("show", "toy@9", "--store", store)
     assert (result.exit_code, result.stderr) == (
         2,
         "run 'toy' has no samples of iteration 9; its last iteration is 2\n",
     )
-    result = cairn("show", "toy", "0", "--sample", "6", "--store", store)
+    result = cairn("show", "toy@0/6", "--store", store)
     assert (result.exit_code, result.stderr) == (2, "iteration 0 of run 'toy' has samples 0 to 5, not 6\n")
 
 
-@pytest.mark.parametrize("command", [["show", "toy", "1000000"], ["replay", "toy", "1000000", "reward"]])
+@pytest.mark.parametrize("command", [["show", "toy@1000000"], ["replay", "toy@1000000", "reward"]])
 def test_an_iteration_that_no_ledger_can_number_is_bad_input(store: str, command: list[str]) -> None:
     assert MOST_ITERATIONS == LAST_NUMBER + 1
     result = cairn(*command, "--store", store)
@@ -182,7 +199,7 @@ def test_an_iteration_that_no_ledger_can_number_is_bad_input(store: str, command
 def test_damage_is_named_and_fails(store: str) -> None:
     file = next((Path(store) / "runs/toy/iterations/000001/reward").rglob("*.parquet"))
     file.unlink()
-    result = cairn("show", "toy", "1", "--store", store)
+    result = cairn("show", "toy@1", "--store", store)
     assert result.exit_code == 1
     assert "is committed but missing" in result.stderr
     assert "Traceback" not in result.stderr
@@ -242,7 +259,7 @@ def test_commands_that_look_load_nothing_that_takes_seconds(store: str) -> None:
     write_iteration(unfinished := new_run(store, "unfinished"), 0)
     write_iteration(unfinished, 1, until=Step.ADVANTAGE)
     runs = ("toy", "other", "unfinished")
-    commands = ["runs", *(command for run in runs for command in (f"status {run}", f"show {run} 0", f"verify {run}"))]
+    commands = ["runs", *(command for run in runs for command in (f"status {run}", f"show {run}@0", f"verify {run}"))]
     ran = subprocess.run([sys.executable, "-c", LOOKING, store, *commands], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert json.loads(cairn("status", "unfinished", "--json", "--store", store).stdout)["step"] == "advantage"

@@ -205,10 +205,10 @@ def test_a_fork_trains_otherwise_from_weights_that_only_replay_can_bring_back(
     parting = json.loads(compared.stdout)
     assert (parting["parts_at"], parting["options"]) == ("000002/train", [["training.lr", 0.001, 0.002]])
 
-    continued = run("replay", "faster", "2", "train")
+    continued = run("replay", "faster@2", "train")
     assert (continued.returncode, continued.stdout) == (0, "000002/train: equal, bit for bit\n")
-    assert cairn("replay", "faster", "7", "train").exit_code == 2
-    assert cairn("replay", "faster", "2", "training").exit_code == 2
+    assert cairn("replay", "faster@7", "train").exit_code == 2
+    assert cairn("replay", "faster@2", "training").exit_code == 2
 
 
 @pytest.mark.proof

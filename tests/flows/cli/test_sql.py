@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,13 @@ from typer.testing import CliRunner, Result
 
 import cairn as package
 from cairn.flows.cli import app
+from cairn.flows.reading.opened import OpenedStore
+from cairn.storage.opening import open_for_runs
 from cairn.storage.query.views import VIEWS
+from cairn.storage.store.errors import StoreRefused
 from tests.flows.written_runs import new_run, write_run
+
+ROOT = Path(package.__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +107,52 @@ def test_python_opens_a_store_and_asks_the_same(store: str) -> None:
     assert sorted(table.column("iteration").to_pylist()) == [0, 1]
     with pytest.raises(package.BadQuery, match="did you mean 'samples'"):
         opened.sql("SELECT 1 FROM sampels")
+
+
+def test_every_view_is_an_attribute_of_an_opened_store(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CAIRN_STORE", store)
+    opened = package.open()
+    assert OpenedStore.__annotations__.keys() == VIEWS.keys() <= {*dir(opened)}
+    assert {"open", "Trajectory", "tool"} <= {*dir(package)}
+    assert opened.rewards.arrow("iteration = $at", {"at": 1}).num_rows == 6
+    assert opened.steps.arrow().column("metrics").to_pylist()
+    assert "iteration: BIGINT" in repr(opened.samples)
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_what_a_store_holds(store: str, tmp_path: Path) -> None:
+    user, folders = tmp_path / "user.py", tmp_path / "folders" / "cairn"
+    user.write_text("import cairn\nreveal_type(cairn.open('x').samples)\nreveal_type(cairn.Trajectory)\n")
+    folders.mkdir(parents=True)
+    for name in ("cairn/__init__.py", "flows", "tasks", "engines", "storage", "configs"):  # as `make types` does
+        (folders / Path(name).name).symlink_to(ROOT / name)
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--follow-imports=silent", "--ignore-missing-imports", user],
+        env=os.environ | {"MYPYPATH": str(folders.parent)}, cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "cairn.flows.reading.opened.ViewOf" in checked.stdout, checked.stdout
+    assert "cairn.engines.types.trajectories.Trajectory" in checked.stdout
+
+
+def test_a_store_that_is_one_level_off_is_named(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "above").mkdir()
+    (tmp_path / "above" / "store").symlink_to(store)
+    for wrong, sentence in (
+        (f"{store}/runs", f"{store}/runs is inside a store; did you mean the folder above, {store}?"),
+        (f"{store}/runs/toy", f"{store}/runs/toy is inside a store; did you mean the folder above, {store}?"),
+        (f"{tmp_path}/above", f"{tmp_path}/above is not a store; did you mean the folder store in it?"),
+        (f"{tmp_path}/none", f"there is no folder {tmp_path}/none; a store is the folder that contains runs/"),
+    ):
+        with pytest.raises(StoreRefused) as refused:
+            package.open(wrong)
+        assert str(refused.value) == sentence
+        monkeypatch.setenv("CAIRN_STORE", wrong)
+        result = CliRunner().invoke(app, ["runs"])
+        assert (result.exit_code, result.stderr) == (2, f"{sentence}\n")
+    with pytest.raises(StoreRefused, match=r"is not a store: it contains no runs/"):
+        package.open(tmp_path)
+    with pytest.raises(StoreRefused, match="did you mean the folder above"):
+        open_for_runs(f"{store}/runs")
 
 
 def test_neither_torch_nor_ray_nor_prefect_is_imported_for_a_query(store: str) -> None:

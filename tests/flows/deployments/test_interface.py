@@ -25,7 +25,7 @@ from tests.tiny_run import tiny_config
 from tests.waiting import wait_for
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Locator, Page
+    from playwright.sync_api import Browser, Page
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -96,13 +96,6 @@ def url_of(up: Background) -> str:
     raise AssertionError("cairn up has ended")
 
 
-def field(page: "Page", name: str) -> "Locator":
-    """What holds one field of the form."""
-    label = f"//span[contains(@class,'schema-form-property__label') and normalize-space()='{name}']"
-    holder = "ancestor::div[contains(concat(' ',@class,' '),' schema-form-property ')][1]"
-    return page.locator(f"xpath={label}/{holder}")
-
-
 def nodes_on_page(page: "Page", url: str) -> set[str]:
     """Open the page of a flow run, and return the names of what its graph shows."""
     page.goto("about:blank")  # the page before asks for its own graph again and again
@@ -111,10 +104,10 @@ def nodes_on_page(page: "Page", url: str) -> set[str]:
     return {node["label"].rpartition(" / ")[2] for _, node in graph.value.json()["nodes"]}
 
 
-def picture(visited: Visit, name: str) -> None:
+def picture(visited: Visit, name: str, *, whole: bool = False) -> None:
     if PICTURES:
         visited.page.wait_for_timeout(3000)  # until what moves has come to rest
-        visited.page.screenshot(path=Path(PICTURES) / f"prefect-{name}.png")
+        visited.page.screenshot(path=Path(PICTURES) / f"prefect-{name}.png", full_page=whole)
 
 
 def kill_within_an_iteration(driver: int, iterations: list[Path]) -> None:
@@ -135,44 +128,51 @@ def test_a_run_that_was_started_by_the_form_and_killed_ends_by_retry_with_the_un
     operated: Operated, browser: "Browser"
 ) -> None:
     size = {"width": 1280, "height": 900}
-    form = f"{operated.url}/deployments/deployment/{operated.deployment('train')}/run"
+    form = f"{operated.url}/v2/deployments/deployment/{operated.deployment('train')}/run"
     with visit(browser, form, viewport=size) as visited:
         page = visited.page
         page.set_default_timeout(PATIENCE)
-        options = page.get_by_text("mine.yaml")
-        recipe = field(page, "recipe").locator("button.p-select-button__control")
-        recipe.wait_for()
-        while not options.count():
-            recipe.focus()
-            page.keyboard.press("ArrowDown")
-            page.wait_for_timeout(300)
-        options.last.click()
-        field(page, "run (Optional)").locator("textarea").fill("killed")
-        field(page, "num_rollout (Optional)").locator("input").fill("5")
-        field(page, "recipe").scroll_into_view_if_needed()
-        picture(visited, "form")
+        page.get_by_label("Select recipe").click()
+        page.get_by_role("option", name="mine", exact=True).click()
+        page.get_by_label("run (Optional)", exact=True).fill("killed")
+        page.get_by_label("rollout.num_rollout (Optional)").fill("5")
+        page.get_by_label("set (Optional)").fill("training.lr=0.002\nseed=7")
+        assert page.evaluate("document.documentElement.scrollHeight") < 2.5 * size["height"]
+        picture(visited, "form", whole=True)
         page.get_by_role("button", name="Submit").click()
 
         iterations = operated.folder / "runs/killed/iterations"
         wait_for((iterations / "000002").exists)
         kill_within_an_iteration(operated.driver("killed"), [iterations / f"{i:06}" for i in (2, 3, 4)])
         (flow_run,) = operated.flow_runs("killed")
-        assert flow_run["parameters"]["options"]["rollout"] == {"num_rollout": 5}
+        assert flow_run["parameters"]["options"] == {"rollout.num_rollout": 5}
         wait_for(lambda: operated.flow_runs("killed")[0]["state_name"] == "Crashed", 90)
-        nodes = nodes_on_page(page, f"{operated.url}/runs/flow-run/{flow_run['id']}")
+        nodes = nodes_on_page(page, f"{operated.url}/v2/runs/flow-run/{flow_run['id']}")
         assert {"killed 000000", "killed 000001", "killed 000002"} <= nodes
         page.get_by_text("Crashed").first.wait_for()
         picture(visited, "crashed")
 
-        undisturbed = {"recipe": "recipes/mine.yaml", "run": "undisturbed", "options": {"rollout": {"num_rollout": 5}}}
-        page.get_by_role("button", name="Retry").first.click()
-        page.get_by_role("button", name="Retry").last.click()
+        undisturbed = {
+            "recipe": "mine",
+            "run": "undisturbed",
+            "options": {"rollout.num_rollout": 5},
+            "set": "training.lr=0.002\nseed=7",
+        }
+        page.get_by_role("button", name="Open menu").click()
+        page.get_by_role("menuitem", name="Retry").click()
+        page.get_by_role("button", name="Retry").click()
         wait_for(lambda: operated.flow_runs("killed")[0]["state_name"] == "Completed")
         operated.ask(f"/deployments/{operated.deployment('train')}/create_flow_run", parameters=undisturbed)
         page.get_by_text("Completed").first.wait_for()
-        picture(visited, "completed")
+        page.get_by_role("tab", name="Logs").click()
+        page.get_by_text(re.compile(r"Iteration 4: reward 0\.\d+, [\d.]+ tokens a response, ")).wait_for()
+        page.get_by_role("tab", name="Artifacts").click()
+        curve = page.get_by_role("img", name="curve")
+        wait_for(lambda: curve.last.evaluate("image => image.naturalWidth") > 0)
+        page.get_by_text("5 of 5 iterations, reward").first.wait_for()
+        picture(visited, "completed", whole=True)
         (last,) = operated.flow_runs("killed 000004")
-        steps = {node.split()[0] for node in nodes_on_page(page, f"{operated.url}/runs/flow-run/{last['id']}")}
+        steps = {node.split()[0] for node in nodes_on_page(page, f"{operated.url}/v2/runs/flow-run/{last['id']}")}
         assert {"rollout", "reward", "filter", "advantage", "train", "sync"} <= steps
         picture(visited, "iteration")
     assert operated.flow_runs("killed")[0]["run_count"] == 2
@@ -205,7 +205,7 @@ def test_a_run_at_a_gate_ends_paused_tells_prefect_and_goes_on_when_it_is_approv
     verify = operated.deployment("verify")
     (operated.folder / "automation.yaml").write_text(AUTOMATION.format(deployment=verify))
     operated.command("prefect", "automation", "create", "--from-file", "automation.yaml")
-    parameters = {"recipe": "recipes/gated.yaml", "run": "gated", "restarts": 3}
+    parameters = {"recipe": "gated", "run": "gated", "restarts": 3}
     made = operated.ask(f"/deployments/{operated.deployment('train')}/create_flow_run", parameters=parameters)["id"]
 
     def train() -> list[Any]:
@@ -216,7 +216,7 @@ def test_a_run_at_a_gate_ends_paused_tells_prefect_and_goes_on_when_it_is_approv
         return dict(train()[0])
 
     paused = wait("AwaitingApproval", "PAUSED")
-    assert "cairn approve gated 1" in paused["state"]["message"]
+    assert "cairn approve gated@1" in paused["state"]["message"]
     (iteration,) = operated.flow_runs("gated 000001")
     assert (iteration["state_name"], iteration["state_type"]) == ("AwaitingApproval", "CANCELLED")
     lease = newest_lease(open_store(str(operated.folder)), "gated")
@@ -224,7 +224,7 @@ def test_a_run_at_a_gate_ends_paused_tells_prefect_and_goes_on_when_it_is_approv
     assert lease.is_over()
 
     (event,) = wait_for(lambda: operated.events("cairn.approval.requested"))
-    assert (event["payload"]["iteration"], event["payload"]["approve"]) == (1, "cairn approve gated 1")
+    assert (event["payload"]["iteration"], event["payload"]["approve"]) == (1, "cairn approve gated@1")
     verified = wait_for(lambda: [run for run in operated.flow_runs("gated") if run["deployment_id"] == verify])
     assert verified[0]["created_by"]["type"] == "AUTOMATION"
 

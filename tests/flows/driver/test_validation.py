@@ -241,11 +241,11 @@ def test_calls_of_tools_that_would_not_be_read_are_refused_before_a_run_begins(m
     assert setup_problems(config(model, data, rollout=rollout | {"tool_call_format": "tags"})) == []
 
 
-@cases("id", [-1, 10**6])
-def test_an_id_that_is_no_token_ends_no_response_of_a_new_run(model: Path, data: Path, id: int) -> None:
-    stopping = config(model, data, rollout={"rollout_stop_token_ids": [0, id]})
+@cases("ids", [(-1,), (0, 10**6)])
+def test_an_id_that_is_no_token_ends_no_response_of_a_new_run(model: Path, data: Path, ids: tuple[int, ...]) -> None:
+    stopping = config(model, data, rollout={"rollout_stop_token_ids": ids})
     (problem,) = setup_problems(stopping)
-    assert problem.startswith(f"rollout.rollout_stop_token_ids has {id}, which is not a token of the model in {model}")
+    assert problem.startswith(f"rollout.rollout_stop_token_ids has {ids[-1]}, which is not a token of the model")
 
 
 def test_bad_data_is_named_by_file_and_line(model: Path, data: Path) -> None:

@@ -121,3 +121,12 @@ def test_a_regression_opens_the_gate_of_its_run_once_and_only_where_asked(tmp_pa
     assert (refused.exit_code, "needs --baseline" in refused.stderr) == (2, True)
     unknown = compared("--benchmark", "typo")
     assert (unknown.exit_code, "no result of a benchmark 'typo'" in unknown.stderr) == (2, True)
+
+
+def test_groups_of_one_benchmark_say_what_differs(store: Store) -> None:
+    result(store, "first", [1.0], grader="/home/ada/grader.py:grade 39c6")
+    result(store, "second", [0.0], grader="/home/ada/grader.py:grade 7b80", dtype="bfloat16")
+    assert {one.model: one.differs for one in leaderboard(store)} == {
+        "first": "grader grader.py:grade 39c6",
+        "second": "grader grader.py:grade 7b80",
+    }

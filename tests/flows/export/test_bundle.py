@@ -31,7 +31,7 @@ def made(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
                 for index in range(2):
                     iteration(run, DirectSteps(run), index)
     for name in ("tiny", "built_in"):
-        result = cairn("bundle", name, "1", "5", folder / f"{name}.zip", "--weights", "--store", folder / "store")
+        result = cairn("bundle", f"{name}@1/5", folder / f"{name}.zip", "--weights", "--store", folder / "store")
         assert result.exit_code == 0, result.output
     (folder / "store").rename(folder / "gone")
     return str(folder)
@@ -128,6 +128,6 @@ def test_what_is_no_bundle_or_no_sample_is_said_in_a_sentence(made: str, tmp_pat
     assert (result.exit_code, "is not a bundle of Cairn" in result.stderr) == (1, True)
     assert cairn("unbundle", tmp_path / "absent").exit_code == 2
     store = ("--store", f"{made}/gone")
-    assert "has samples 0 to 7, not 8" in cairn("bundle", "tiny", "1", "8", tmp_path / "new.zip", *store).stderr
-    taken = cairn("bundle", "tiny", "1", "5", tmp_path / "other", *store)
+    assert "has samples 0 to 7, not 8" in cairn("bundle", "tiny@1/8", tmp_path / "new.zip", *store).stderr
+    taken = cairn("bundle", "tiny@1/5", tmp_path / "other", *store)
     assert (taken.exit_code, "exists already" in taken.stderr) == (2, True)

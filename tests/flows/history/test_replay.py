@@ -110,18 +110,18 @@ def test_the_command_counts_what_is_equal_and_ends_with_1_where_anything_differs
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["1"],
-        ["--all", "1"],
-        ["1", "train", "--step", "train"],
-        ["--all", "--step", "training"],
-        ["--weights", "1", "train"],
-        ["--weights", "--all"],
-        ["--weights", "--step", "train"],
-        [],
+        ["tiny@1"],
+        ["--all", "tiny@1"],
+        ["tiny@1", "train", "--step", "train"],
+        ["tiny", "--all", "--step", "training"],
+        ["--weights", "tiny@1", "train"],
+        ["tiny", "--weights", "--all"],
+        ["tiny", "--weights", "--step", "train"],
+        ["tiny"],
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_starts(made: str, opened: Opened, arguments: list[str]) -> None:
-    assert cairn(made, "replay", "tiny", *arguments).exit_code == 2
+    assert cairn(made, "replay", *arguments).exit_code == 2
     assert opened == []
 
 

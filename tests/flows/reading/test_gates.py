@@ -105,24 +105,24 @@ def test_status_and_runs_say_that_a_run_waits_and_verdicts_are_given_by_command(
     status = json.loads(cairn("status", "toy", "--json", *store).stdout)
     assert (status["state"], status["gate"]["state"], status["gate"]["iteration"]) == ("waiting", "open", 1)
     assert "waiting" in cairn("runs", *store).stdout
-    assert "cairn approve toy 1" in cairn("status", "toy", *store).stdout
+    assert "cairn approve toy@1" in cairn("status", "toy", *store).stdout
 
     result = cairn("reject", "toy", "--why", "too short", "--as", "ada", "--json", *store)
     assert json.loads(result.stdout)["what"] == {"kind": "verdict", "iteration": 1, "approved": False}
     assert json.loads(cairn("status", "toy", "--json", *store).stdout)["state"] == "rejected"
     assert "rejected before iteration 1 by ada" in cairn("status", "toy", *store).stdout
 
-    assert cairn("approve", "toy", "1", *store).exit_code == 0
+    assert cairn("approve", "toy@1", *store).exit_code == 0
     assert json.loads(cairn("status", "toy", "--json", *store).stdout)["state"] == "running"
     for arguments, sentence in (
-        (("reject", "toy", "0"), "does not wait before iteration 0"),
-        (("reject", "toy", "3"), "has iterations 0 to 2, not 3"),
-        (("approve", "toy", "2"), "does not wait before iteration 2"),
+        (("reject", "toy@0"), "does not wait before iteration 0"),
+        (("reject", "toy@3"), "has iterations 0 to 2, not 3"),
+        (("approve", "toy@2"), "does not wait before iteration 2"),
     ):
         refused = cairn(*arguments, *store)
         assert (refused.exit_code, sentence in refused.stderr) == (2, True), refused.stderr
     write_iteration(ledger, 1)
-    assert "iteration 1 of run 'toy' has begun" in cairn("reject", "toy", "1", *store).stderr
+    assert "iteration 1 of run 'toy' has begun" in cairn("reject", "toy@1", *store).stderr
     checked = json.loads(cairn("verify", "toy", "--json", *store).stdout)
     assert (checked["decisions"], checked["findings"]) == (3, [])
 
@@ -158,7 +158,7 @@ def test_a_fork_does_not_ask_again_about_what_it_shares_but_about_its_own_iterat
         for index in range(2):
             wait_for_approval(run, index)
             iteration(run, DirectSteps(run), index)
-        with pytest.raises(AwaitingApproval, match="cairn approve tiny 2"):
+        with pytest.raises(AwaitingApproval, match="cairn approve tiny@2"):
             wait_for_approval(run, 2)
         child = fork(run.ledger, 1, "child", ["training.lr=0.002"])
     assert blocking_gate(child, 1) is None

@@ -131,13 +131,13 @@ def test_what_is_gone_or_altered_is_an_error_that_names_it(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["toy", "1", "77", "0"], "no group 77 in iteration 1; it has groups 3 to 5"),
-        (["toy", "1", "4", "9"], "no sample 9"),
-        (["toy", "1", "4", "0", "3"], "tokens 0 to 2, not 3"),
-        (["toy", "7", "4", "0"], "it has no samples"),
-        (["toy", "1", str(2**63), "0"], "Invalid value for"),
-        (["toy", "1", "4", str(2**63)], "Invalid value for"),
-        (["toi", "1", "4", "0"], "there is no run 'toi'"),
+        (["toy@1/77/0"], "no group 77 in iteration 1; it has groups 3 to 5"),
+        (["toy@1/4/9"], "no sample 9"),
+        (["toy@1/4/0", "3"], "tokens 0 to 2, not 3"),
+        (["toy@7/4/0"], "it has no samples"),
+        ([f"toy@1/{2**63}/0"], "a sample is a number up to"),
+        (["toy@1/4/-1"], "is not RUN[@ITER[/SAMPLE]], such as quickstart@19/3"),
+        (["toi@1/4/0"], "there is no run 'toi'"),
     ],
 )
 def test_what_is_not_there_is_bad_input(toy: Ledger, arguments: list[str], message: str) -> None:
@@ -147,7 +147,7 @@ def test_what_is_not_there_is_bad_input(toy: Ledger, arguments: list[str], messa
 
 
 def test_the_command_prints_the_same_for_people_and_machines(toy: Ledger) -> None:
-    arguments = ["lineage", "toy", "1", "4", "1", "0", "--store", toy.store.url]
+    arguments = ["lineage", "toy@1/4/1", "0", "--store", toy.store.url]
     output = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert output == lineage(toy, 1, 4, 1, token=0).model_dump(mode="json")
     text = CliRunner().invoke(app, arguments).stdout
@@ -166,7 +166,7 @@ def test_the_command_prints_the_same_for_people_and_machines(toy: Ledger) -> Non
 def test_neither_torch_nor_ray_nor_prefect_is_imported_for_it(toy: Ledger) -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from cairn.flows.cli import app;"
-        f"r = CliRunner().invoke(app, ['lineage', 'toy', '1', '4', '1', '--store', {toy.store.url!r}]);"
+        f"r = CliRunner().invoke(app, ['lineage', 'toy@1/4/1', '--store', {toy.store.url!r}]);"
         "print(r.exit_code, [m for m in ('torch', 'ray', 'prefect', 'transformers', 'duckdb') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "0 []"

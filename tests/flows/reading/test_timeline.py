@@ -72,12 +72,12 @@ def test_the_command_writes_a_trace_and_refuses_what_is_not_there(ledger: Ledger
     def cairn(*arguments: str) -> Any:
         return CliRunner().invoke(app, ["timeline", *arguments, "--store", str(tmp_path)])
 
-    done = cairn("toy", "0", str(file))
+    done = cairn("toy@0", str(file))
     assert done.exit_code == 0, done.output
     assert str(file) in done.stdout.splitlines()
     assert json.loads(file.read_text())["otherData"]["run"] == "toy"
-    assert json.loads(cairn("toy", "0", str(file), "--json").stdout)["commits"] == len(ledger.commits(0))
-    missing = cairn("toy", "7", str(file))
+    assert json.loads(cairn("toy", str(file), "--json").stdout)["commits"] == len(ledger.commits(0))
+    missing = cairn("toy@7", str(file))
     assert missing.exit_code == 2
     assert "has no commit in iteration 7" in missing.output
     assert cairn("toy", "0", str(tmp_path / "nowhere" / "x.json")).exit_code == 2

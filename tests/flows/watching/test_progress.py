@@ -37,7 +37,7 @@ def test_without_a_terminal_every_iteration_is_one_plain_line(tmp_path: Path) ->
     ledger = new_run(str(tmp_path))
     shown = [*events(ledger, 2), Message("an engine restarted [x]", "warning"), RunDone("toy", 2, "abc")]
     lines = printed(ledger, shown).splitlines()
-    assert lines.pop(0) == "starting the engines"
+    assert lines.pop(0) == "starting"
     assert lines[0] == "run toy: starting at iteration 0 of 3"
     assert lines[1].startswith("[1/3] iteration 0  reward 0.667  ")
     assert "tokens/s" in lines[1]

@@ -163,9 +163,9 @@ def test_a_redacted_prompt_takes_its_image_along_unless_another_has_it(
 def test_people_see_which_images_a_prompt_has(store: Path, tiny_assets: Path, data: Path) -> None:
     ledger = ledger_of(store)
     named = RecordedRun(images_config(tiny_assets, data), ledger).images(rollouts(ledger, 0)[0])
-    shown = CliRunner().invoke(app, ["show", "tiny", "0", "--store", str(store), "--limit", "16", "--json"])
+    shown = CliRunner().invoke(app, ["show", "tiny@0", "--store", str(store), "--limit", "16", "--json"])
     assert {image["sha256"] for view in json.loads(shown.stdout) for image in view["images"]} == set(named)
-    printed = CliRunner().invoke(app, ["show", "tiny", "0", "--store", str(store), "--sample", "12"])
+    printed = CliRunner().invoke(app, ["show", "tiny@0/12", "--store", str(store)])
     assert "(40 × 16 pixels)" in printed.output
     query = "SELECT DISTINCT image.sha256 FROM (SELECT unnest(images) AS image FROM samples)"
     assert {row["sha256"] for row in open_query(open_store(str(store))).sql(query).to_pylist()} == set(named)

@@ -41,7 +41,7 @@ def test_a_checkpoint_in_another_layout_becomes_the_model_byte_for_byte(work: Pa
 def test_the_command_takes_the_newest_checkpoint_of_a_folder(work: Path) -> None:
     first = WRITTEN[0]
     done = cairn("convert", work / first.name, work / "by command", "--model", work / first.architecture)
-    assert (done.returncode, done.stderr) == (0, f"{work / 'by command'}: a model folder of {work / first.name}\n")
+    assert (done.returncode, done.stdout) == (0, f"{work / 'by command'}: a model folder of {work / first.name}\n")
     before, after = open_weights(work / first.architecture), open_weights(work / "by command")
     assert all(torch.equal(after[name][...], weight[...]) for name, weight in before.items())
 

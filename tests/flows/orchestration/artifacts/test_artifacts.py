@@ -5,10 +5,12 @@ import re
 import signal
 import subprocess
 import sys
+from base64 import b64decode
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
+from xml.etree import ElementTree
 
 import httpx
 import pyarrow as pa
@@ -19,7 +21,7 @@ from markdown_it import MarkdownIt
 from cairn.flows.events import IterationDone, RunDone, RunStarted
 from cairn.flows.orchestration.artifacts import publishing
 from cairn.flows.orchestration.artifacts import publishing as progress
-from cairn.flows.orchestration.artifacts.pages import Picked, iteration_page, picked_samples, run_page
+from cairn.flows.orchestration.artifacts.pages import Picked, curve, iteration_page, picked_samples, run_page
 from cairn.flows.orchestration.artifacts.publishing import Pages, run_key
 from cairn.flows.text import block, code, plain, table
 from cairn.storage.ledger.commits import Commit, Step
@@ -120,15 +122,33 @@ def test_the_page_of_an_iteration_has_its_metrics_samples_and_files(ledger: Ledg
     assert "The run no longer stores them." in page_of(ledger, 1, None)
 
 
+def drawn(page: str) -> tuple[list[list[str]], set[str]]:
+    """Return the points of each curve of a page's picture, and its texts."""
+    match = re.search(r"!\[curve\]\(data:image/svg\+xml;base64,([^)]+)\)", page)
+    assert match is not None
+    svg = ElementTree.fromstring(b64decode(match[1]))
+    lines = [str(one.get("points")).split() for one in svg.iter("{http://www.w3.org/2000/svg}polyline")]
+    return lines, {str(one.text) for one in svg.iter("{http://www.w3.org/2000/svg}text")}
+
+
 def test_the_page_of_a_run_has_rewards_scores_and_place(ledger: Ledger) -> None:
     config, newest = config_of(ledger), ledger.find(1, Step.TRAIN)
-    page = run_page(ledger, config, 2, newest, {0: 0.25, 1: 0.75}, {"heldout": {0: 0.25, 2: 0.5}})
+    page = run_page(ledger, config, 2, newest, {"heldout": {0: 0.25, 2: 0.5}})
     assert f"2 of 3 iterations, weight version 2, state `{2:064x}`, in `{ledger.store.url}`." in page
-    assert "▁█  0.250 → 0.750" in page
     assert "| 2 | 0.5000 |" in page
-    many = run_page(ledger, config, 2, newest, {index: index / 1000 for index in range(1000)}, {})
-    assert len(many) < 4000
-    assert "| 0 to 16 | 0.0080 |" in many
+
+
+def test_the_picture_has_rewards_and_scores_at_their_places() -> None:
+    (reward, heldout), words = drawn(curve({0: 0.25, 1: 0.75}, {"heldout": {0: 0.25, 2: 0.5}}))
+    bottom, top = 194.0, 30.0
+    assert [point.split(",") for point in reward] == [["52.0", f"{bottom}"], ["232.0", f"{top}"]]
+    assert [point.split(",") for point in heldout] == [["52.0", f"{bottom}"], ["412.0", f"{(top + bottom) / 2}"]]
+    assert {"reward 0.75", "heldout 0.5"} <= words
+    many = curve({index: index / 1000 for index in range(1000)}, {})
+    assert len(many) < 5000
+    ((averaged,), words) = drawn(many)
+    assert len(averaged) == 59, "means of 17 iterations"
+    assert "reward 0.992" in words
 
 
 def test_no_two_runs_share_a_key_and_prefect_takes_every_one(tmp_path: Path) -> None:
@@ -206,9 +226,9 @@ def test_after_a_kill_nothing_is_doubled_and_nothing_is_lost(ledger: Ledger, sto
     # Iteration 1 was finished by a driver that came to no page; iteration 0 is told again by the next.
     drive(ledger, 2, 2)
     drive(ledger, 0, 2, done=True)
-    assert stored.of("-iteration") == ["Iteration 0", "Iteration 1"]
+    assert [text.partition(":")[0] for text in stored.of("-iteration")] == ["Iteration 0", "Iteration 1"]
     assert len(stored.of("")) == 3
-    assert stored.of("")[-1] == "2 of 3 iterations"
+    assert stored.of("")[-1].startswith("2 of 3 iterations, reward 0.667\n\n![curve](data:image/svg+xml;base64,")
     assert stored.of("-progress")[-1] == "Done: 2 iterations"
 
 
@@ -224,7 +244,7 @@ def test_a_silent_prefect_is_told_once_and_gets_what_is_owed_later(ledger: Ledge
     stored.fails = False
     pages(IterationDone(1, tuple(ledger.commits(1))))
     pages(RunDone(ledger.run, 2, "d" * 64))
-    assert stored.of("-iteration") == ["Iteration 0", "Iteration 1"]
+    assert [text.partition(":")[0] for text in stored.of("-iteration")] == ["Iteration 0", "Iteration 1"]
     assert len(run.emitted) == 1
 
 
@@ -287,7 +307,8 @@ def test_a_run_that_is_killed_and_resumed_has_one_page_an_iteration_in_prefect(
     assert done.returncode == 0, done.stderr
 
     pages = artifacts_of(api_url, f"{key}-iteration")
-    assert [page["description"] for page in pages] == [f"Iteration {index}" for index in range(iterations)]
+    described = [f"Iteration {index}: reward " for index in range(iterations)]
+    assert [page["description"][: len(start)] for page, start in zip(pages, described, strict=True)] == described
     names = []
     for page in pages:
         assert page["data"].startswith(f"# `killed`, iteration {len(names)} of {iterations}")
