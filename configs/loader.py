@@ -15,12 +15,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
+from cairn.configs.counterparts import Counterpart, counterparts
 from cairn.configs.errors import ConfigError
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.base import RECORDED, UNCHECKED, has_credentials
 from cairn.configs.schema.effect import Idle, idle_options
 from cairn.configs.schema.run import RunConfig
-from cairn.configs.slime import Counterpart, counterparts
 from cairn.configs.yaml_file import parse_yaml, place_and_problem, read_mapping
 
 # The schema as a flat list of options with dotted names, for error messages and documentation.

@@ -12,10 +12,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from cairn.configs.catalogue import benchmark_names, load_benchmark
+from cairn.configs.counterparts import Counterpart, counterparts
 from cairn.configs.loader import LIST_ITEM, Option, load, options
 from cairn.configs.schema.evaluation import Benchmark
 from cairn.configs.schema.run import RunConfig
-from cairn.configs.slime import Counterpart, counterparts
 from cairn.configs.yaml_file import parse_yaml
 from cairn.flows.reading.metrics import METRICS
 from cairn.storage.query.views import VIEWS

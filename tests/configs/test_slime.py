@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from cairn.configs.counterparts import counterparts
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import load, options
 from cairn.configs.schema.run import RunConfig
-from cairn.configs.slime import counterparts
 
 NAMES = {option.name: option for option in options(RunConfig)}
 SECTIONS = {name.rpartition(".")[0] for name in NAMES}
