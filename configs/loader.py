@@ -111,13 +111,21 @@ def _values(field: FieldInfo) -> str:
 _OPTIONS = "options; it should begin with a section such as `model:`"
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+Note = Callable[[str], None]
+"""Called with a sentence on each option that is left out because it has no effect."""
+
+
+def _ignore(sentence: str) -> None:
+    pass
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), note: Note = _ignore) -> RunConfig:
     """Return the configuration in a YAML file, with `a.b=value` overrides applied in order.
 
     Values of overrides are YAML; `eval.benchmarks.0.path=…` reaches into a list. Paths in the configuration stay as
     written, relative to the working directory. Raises ConfigError, which lists every problem at once.
     """
-    return parse(_overridden(read(path), overrides))
+    return parse(_overridden(read(path), overrides), note=note)
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -150,20 +158,50 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def parse(
-    values: dict[str, Any],
-    context: Mapping[str, bool] | None = None,
-    inherited: Callable[[str], bool] = lambda option: False,
-) -> RunConfig:
+def parse(values: dict[str, Any], context: Mapping[str, bool] | None = None, note: Note = _ignore) -> RunConfig:
     """Check a nested mapping of options, as read from YAML, and return the configuration.
+
+    An option that has no effect contradicts nothing: it is left out, with a note.
 
     Args:
         context: validation context, see `cairn.configs.schema.base`.
-        inherited: whether an option, dotted, comes from a parent: an error about it names the override that resets it.
 
     Raises:
         ConfigError: lists every problem at once.
     """
+    config, left_out = without_idle(values, context)
+    for one in left_out:
+        note(str(one))
+    return config
+
+
+def without_idle(values: dict[str, Any], context: Mapping[str, bool] | None = None) -> tuple[RunConfig, list[Idle]]:
+    """Return the configuration of nested options, and those of them that were left out because they have no effect."""
+    left_out: list[Idle] = []
+    while True:
+        config = _validated(values, context)
+        idle = [one for one in idle_options(config) if _holds(values, one.option)]
+        if not idle:
+            return config, left_out
+        left_out += idle
+        for one in idle:
+            values = _without(values, one.option)
+
+
+def _holds(values: Any, option: str) -> bool:
+    """Whether nested options have one of a dotted name."""
+    first, _, rest = option.partition(".")
+    return isinstance(values, dict) and first in values and (not rest or _holds(values[first], rest))
+
+
+def _without(values: dict[str, Any], option: str) -> dict[str, Any]:
+    """Return nested options without one of a dotted name."""
+    first, _, rest = option.partition(".")
+    others = {key: value for key, value in values.items() if key != first}
+    return {**others, first: _without(values[first], rest)} if rest else others
+
+
+def _validated(values: dict[str, Any], context: Mapping[str, bool] | None) -> RunConfig:
     try:
         text = json.dumps(_without_empty_sections(values, RunConfig), default=str)
     except (ValueError, RecursionError):  # by an anchor, `&a [*a]`
@@ -171,24 +209,20 @@ def parse(
     try:
         # Strict JSON mode rejects text in place of a number and a boolean in place of a count, but accepts any list for
         # a tuple.
-        config = RunConfig.model_validate_json(text, strict=True, context=context)
+        return RunConfig.model_validate_json(text, strict=True, context=context)
     except ValidationError as error:
         raise ConfigError([_sentence(details) for details in error.errors(include_url=False)]) from None
-    if idle := [_reset_hint(one, inherited=inherited(one.option)) for one in idle_options(config)]:
-        raise ConfigError(idle)
-    return config
 
 
-def inherit(recorded: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
+def inherit(recorded: Mapping[str, Any], overrides: Sequence[str], note: Note = _ignore) -> RunConfig:
     """Return the configuration of a fork: its parent's manifest with `a.b=value` overrides applied.
 
-    Names of code in it are Unchecked. An error about an inherited option names the override that resets the option.
+    Names of code in it are Unchecked.
     """
     parent = from_manifest(recorded).model_dump(mode="json")
     values = _overridden(parent, overrides)
-    overridden = _names(overrides)
-    _reset_clip_range(values, parent, overridden)
-    return parse(values, UNCHECKED, lambda option: option not in overridden)
+    _reset_clip_range(values, parent, _names(overrides))
+    return parse(values, UNCHECKED, note)
 
 
 def _reset_clip_range(values: dict[str, Any], parent: Mapping[str, Any], overridden: Collection[str]) -> None:
@@ -225,9 +259,9 @@ def with_section(recorded: RunConfig, name: str, overrides: Sequence[str], examp
     except ValidationError as error:
         raise ConfigError([_sentence(details, (name,)) for details in error.errors(include_url=False)]) from None
     changed = recorded.model_copy(update={name: section})
-    idle = [one for one in idle_options(changed) if one.option.startswith(f"{name}.")]
+    idle = [str(one) for one in idle_options(changed) if one.option in overridden]
     if idle:
-        raise ConfigError([_reset_hint(one, inherited=one.option not in overridden) for one in idle])
+        raise ConfigError(idle)
     return changed
 
 
@@ -255,12 +289,6 @@ def released(config: RunConfig) -> RunConfig:
     except ValidationError as error:
         problems = [f"in the ledger: {_sentence(one)}" for one in error.errors(include_url=False)]
         raise ConfigError(problems) from None
-
-
-def _reset_hint(idle: Idle, *, inherited: bool) -> str:
-    """Return the sentence about an option without effect, with the override that resets an inherited one."""
-    reset = f" (inherited from the parent; back to the default by --set {idle.option}={_spell(idle.default)})"
-    return f"{idle}{reset if inherited else ''}"
 
 
 def _names(overrides: Sequence[str]) -> set[str]:

@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
 from cairn.flows.cli.command import JsonOption, Root, RunArgument, Shown, bad_input, writing
-from cairn.flows.cli.printing import print_message, print_parts
+from cairn.flows.cli.printing import print_message, print_parts, print_warning
 from cairn.flows.cli.tables import numbers, reporting
 from cairn.flows.cli.training import SetOption
 from cairn.storage.ledger.layout import LAST_NUMBER
@@ -188,7 +188,7 @@ def fork(
     run, iteration = _run_and_iteration(origin, "quickstart@19")
     parent = root.ledger(run)
     with bad_input(ValueError):
-        created = forked(parent, iteration, new, overrides or [])
+        created = forked(parent, iteration, new, overrides or [], note=print_warning)
     changed = differing_options(parent, created)
     options = {name: {"parent": old, "fork": new_value} for name, old, new_value in changed}
     last = created.manifest.config["rollout"]["num_rollout"] - 1  # type: ignore[index, call-overload, operator]

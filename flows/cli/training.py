@@ -17,7 +17,7 @@ from typer import Argument, Option
 from cairn.configs.errors import ConfigError
 from cairn.flows.cli.app import BAD_INPUT, TERMINATED, describe, exit_code
 from cairn.flows.cli.command import FAILED, JsonOption, Root, RunArgument, Shown, bad_input
-from cairn.flows.cli.printing import print_json, print_parts, print_stderr
+from cairn.flows.cli.printing import print_json, print_parts, print_stderr, print_warning
 from cairn.flows.cli.tables import STATE_STYLES, age, grid, summary_lines
 from cairn.flows.driver.signals import AWAITING_APPROVAL, EXIT_CODE, INTERRUPTED, NOTICES, install_early_handlers
 
@@ -174,7 +174,7 @@ def train(
     from cairn.configs.loader import load
     from cairn.flows.driver.length import with_length
 
-    config = with_length(load(recipe, overrides or []))
+    config = with_length(load(recipe, overrides or [], print_warning))
     _drive(root, run or recipe.stem, config, takeover)
 
 
@@ -214,15 +214,17 @@ def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOpti
 
     notes: list[str] = []
     try:
-        config = load(recipe, overrides or [])
-        problems = setup_problems(config) or data_problems(config, notes.append)
+        config = load(recipe, overrides or [], notes.append)
+        problems = setup_problems(config, notes.append) or data_problems(config, notes.append)
         if problems:
             raise ConfigError(problems)
         config = with_length(config)
     except ConfigError as error:
         if not json:
+            for note in notes:
+                print_warning(note)
             raise
-        print_json({"valid": False, "problems": list(error.problems)})
+        print_json({"valid": False, "problems": list(error.problems), "notes": notes})
         raise typer.Exit(BAD_INPUT) from None
     resolved = config.model_dump(mode="json")
     return Shown({"valid": True, "config": resolved, "notes": notes}, _resolved(recipe, config, resolved, notes))
@@ -234,7 +236,7 @@ def _resolved(recipe: Path, config: "RunConfig", resolved: Mapping[str, Any], no
 
     yield yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True).removesuffix("\n")
     for note in notes:
-        print_stderr(f"data: {note}")
+        print_warning(note)
     kinds = {"responses": f"prompts × {config.group_size} samples", "preferences": "pairs"}
     rows = kinds.get(config.algorithm.learns_from, config.algorithm.learns_from)
     print_stderr(

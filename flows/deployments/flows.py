@@ -115,7 +115,7 @@ def train(
         store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
         options: Overrides of the recipe. An empty option keeps the recipe's value.
     """
-    config = load(recipe_path(recipe), list(options.overrides()))
+    config = load(recipe_path(recipe), list(options.overrides()), get_run_logger().warning)
     return _driven(open_for_runs(_place(store)), run or Path(recipe).stem, config, takeover)
 
 
@@ -158,7 +158,8 @@ def fork(
 
     ledgers = open_for_runs(_place(store))
     if not is_fork(ledgers, new, run, iteration):  # an earlier attempt of this flow run may have made it
-        forked(Ledger.open(ledgers, run), iteration, new, list(options.overrides()))
+        ledger, warn = Ledger.open(ledgers, run), get_run_logger().warning
+        forked(ledger, iteration, new, list(options.overrides()), note=warn)
     return _driven(ledgers, new)
 
 

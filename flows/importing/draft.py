@@ -9,13 +9,11 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from cairn.configs.counterparts import Counterpart
+from cairn.configs.counterparts import Counterpart, Table, reason
 from cairn.configs.errors import ConfigError
-from cairn.configs.loader import parse, section_of
-from cairn.configs.schema.effect import idle_options
+from cairn.configs.loader import section_of, without_idle
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.yaml_file import parse_yaml
-
 
 _SECRET = re.compile(r"(api|wandb)[-_]key|password|secret|(hf|hub)[-_]token")
 
@@ -26,6 +24,7 @@ class Draft:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self._comments: dict[str, str] = {}
+        self._sources: dict[str, str] = {}
         self._left_out: dict[str, str] = {}
         self.notes: list[str] = []
         """Sentences for the head of the recipe."""
@@ -40,11 +39,11 @@ class Draft:
         """Record that a flag has no effect here."""
         self._left_out[flag] = plain(why)
 
-    def take(self, row: Counterpart, words: Sequence[Any]) -> None:
+    def take(self, row: Counterpart, words: Sequence[Any], table: Table = "slime") -> None:
         """Set the option that a table names for a flag with these values, or record why there is none."""
         flag = written(row.flag, words)
         if not row.options:
-            self.leave_out(flag, row.how or row.why)
+            self.leave_out(flag, reason(row, table))
             return
         option = row.options[0]
         if row.value is not None:
@@ -53,23 +52,21 @@ class Draft:
             value = row.values[str(words[0])]
         else:
             value = typed(option, words)
-        own = row.attribute.rpartition(".")[2] == option.rpartition(".")[2]
-        self.set(option, value, "" if own and not row.how else f"{flag}{f': {row.how}' if row.how else ''}")
+        same = row.attribute.rpartition(".")[2] == option.rpartition(".")[2]
+        self.set(option, value, "" if same else flag)
+        self._sources[option] = flag
 
-    def without_idle(self) -> "list[str]":
+    def without_idle(self) -> list[str]:
         """Leave out the options that have no effect, and return the problems of the recipe."""
-        while True:
-            try:
-                config = parse(nested(self.values))
-            except ConfigError as error:
-                return list(error.problems)
-            idle = [one for one in idle_options(config) if one.option in self.values]
-            if not idle:
-                return []
-            for one in idle:
-                value = self.values.pop(one.option)
-                source = self._comments.pop(one.option, "").partition(":")[0]
-                self.leave_out(source or f"{one.option}: {_scalar(value)}", f"has no effect while {one.why}")
+        try:
+            _, idle = without_idle(nested(self.values))
+        except ConfigError as error:
+            return list(error.problems)
+        for one in idle:
+            value = self.values.pop(one.option, one.value)
+            flag = self._sources.get(one.option, f"{one.option} ({_scalar(value)})")
+            self.leave_out(flag, f"no effect while {one.why}")
+        return []
 
     @property
     def left_out(self) -> Mapping[str, str]:
@@ -95,7 +92,9 @@ class Draft:
     def _lines(self, name: str, value: Any, option: str, indent: str) -> list[str]:
         comment = f"  # {self._comments[option]}" if option in self._comments else ""
         if isinstance(value, dict) and value and option not in self.values:
-            inner = [line for key, one in value.items() for line in self._lines(key, one, f"{option}.{key}", indent + "  ")]
+            inner = [
+                line for key, one in value.items() for line in self._lines(key, one, f"{option}.{key}", indent + "  ")
+            ]
             return [f"{indent}{name}:{comment}", *inner]
         if isinstance(value, list) and value and isinstance(value[0], dict):
             dumped = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=1000).splitlines()

@@ -19,7 +19,22 @@ if TYPE_CHECKING:
 
 RECORDED = ("ray", "python", "python3", "torchrun", "accelerate", "deepspeed", "trl", "uv", "srun", "sbatch")
 """Programs that start a training, by themselves or by another one of them."""
-IGNORED = ("pkill", "kill", "sleep", "nvidia-smi", "ssh", "scp", "rsync", "pip", "curl", "wget", "mkdir", "rm", "mv", "cp")
+IGNORED = (
+    "pkill",
+    "kill",
+    "sleep",
+    "nvidia-smi",
+    "ssh",
+    "scp",
+    "rsync",
+    "pip",
+    "curl",
+    "wget",
+    "mkdir",
+    "rm",
+    "mv",
+    "cp",
+)
 """Programs that scripts call besides, which do nothing here. Further ones are added as a script calls them."""
 
 SECONDS = 20
@@ -96,7 +111,9 @@ def _quoted(text: str) -> str:
 
 def _checkout(script: Path) -> Path:
     """Return the folder of the repository that holds a script, or else the script's own."""
-    parents = [folder for folder in script.parents if (folder / ".git").exists() or (folder / "scripts/models").is_dir()]
+    parents = [
+        folder for folder in script.parents if (folder / ".git").exists() or (folder / "scripts/models").is_dir()
+    ]
     return next(iter(parents), script.parent)
 
 
@@ -125,24 +142,24 @@ def _interpreter(
         allowed_mount_paths=[str(root)],
         files=dict(files),
         custom_builtins={
-            **{name: nothing for name in ignored - flags},
-            **{name: record for name in (*RECORDED, *flags)},
+            **dict.fromkeys(ignored - flags, nothing),
+            **dict.fromkeys((*RECORDED, *flags), record),
         },
         max_commands=MOST_COMMANDS,
         timeout_seconds=SECONDS,
     )
 
 
-def _add_missing(
-    errors: str, root: Path, missing: dict[str, str], ignored: set[str], notes: dict[str, None]
-) -> bool:
+def _add_missing(errors: str, root: Path, missing: dict[str, str], ignored: set[str], notes: dict[str, None]) -> bool:
     """Add what a script lacked to the files and programs of its next run; return whether there was something new."""
     before = len(missing) + len(ignored)
     for line, name in _UNKNOWN.findall(errors):
         name = name.rsplit(": ", 1)[-1]
         if name.startswith("--"):
-            notes[f"line {line}: the flags from {name} on are a command of their own, since the line before does not "
-                  "end with a backslash; they are read as flags of the training"] = None
+            notes[
+                f"line {line}: the flags from {name} on are a command of their own, since the line before does not "
+                "end with a backslash; they are read as flags of the training"
+            ] = None
         ignored.add(name)
     for line, path in _MISSING.findall(errors):
         path = path.rsplit(": ", 1)[-1]

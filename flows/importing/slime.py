@@ -77,6 +77,9 @@ def _machines(draft: Draft, flags: Flags) -> None:
         of = "all of these GPUs" if colocate else f"--rollout-num-gpus {sampling}"
         draft.set("rollout.num_engines", max(1, sampling // each), f"{of} / {each}")
     flags.pop("rollout_num_gpus", None)
+    if colocate:
+        draft.set("fleet.colocate", True)
+        flags.pop("colocate")
     if nodes > 1:
         draft.set("fleet.ray_address", "auto", "the cluster of `ray start`")
 
@@ -105,13 +108,18 @@ def _pipeline(draft: Draft, flags: Flags, launch: Launch) -> None:
     if not samples or (launch.program != "train_async.py" and "fully_async" not in rollout):
         return
     streaming = "fully_async" in rollout
-    draft.set("rollout.pipeline", "streaming" if streaming else "lagged", "fully_async_rollout" if streaming else
-              "train_async.py")
+    draft.set(
+        "rollout.pipeline",
+        "streaming" if streaming else "lagged",
+        "fully_async_rollout" if streaming else "train_async.py",
+    )
     if streaming and (interval := _number(flags, "update_weights_interval", 1)) > 1:
         draft.set("rollout.update_weights_interval", interval)
         draft.set("rollout.max_age", interval, "at least the interval")
     if not {"use_tis", "use_rollout_logprobs"} & flags.keys():
-        draft.set("algorithm.use_tis", True, "added: tokens of older weights need a correction; slime has none by default")
+        draft.set(
+            "algorithm.use_tis", True, "added: tokens of older weights need a correction; slime has none by default"
+        )
 
 
 def _batches(draft: Draft, flags: Flags) -> None:
@@ -126,8 +134,9 @@ def _batches(draft: Draft, flags: Flags) -> None:
         size, steps = _number(flags, "global_batch_size", 1), _number(flags, "num_steps_per_rollout", 0)
         if prompts * samples % size == 0:
             steps = prompts * samples // size
-            draft.set("training.num_steps_per_rollout", steps,
-                      f"{prompts} × {samples} samples / --global-batch-size {size}")
+            draft.set(
+                "training.num_steps_per_rollout", steps, f"{prompts} × {samples} samples / --global-batch-size {size}"
+            )
         else:
             draft.set("training.global_batch_size", size)
             draft.set("training.num_steps_per_rollout", steps or 1)
@@ -138,11 +147,15 @@ def _micro_batches(draft: Draft, flags: Flags) -> None:
     if "use_dynamic_batch_size" in flags and "max_tokens_per_gpu" in flags:
         flags.pop("use_dynamic_batch_size")
         if "micro_batch_size" in flags:
-            draft.leave_out(written("--micro-batch-size", flags.pop("micro_batch_size")),
-                            "training.max_tokens_per_gpu sets the micro-batches")
+            draft.leave_out(
+                written("--micro-batch-size", flags.pop("micro_batch_size")),
+                "training.max_tokens_per_gpu sets the micro-batches",
+            )
     elif "max_tokens_per_gpu" in flags:
-        draft.leave_out(written("--max-tokens-per-gpu", flags.pop("max_tokens_per_gpu")),
-                        "slime reads it with --use-dynamic-batch-size alone")
+        draft.leave_out(
+            written("--max-tokens-per-gpu", flags.pop("max_tokens_per_gpu")),
+            "slime reads it with --use-dynamic-batch-size alone",
+        )
 
 
 def _benchmarks(draft: Draft, flags: Flags, launch: Launch) -> None:
@@ -240,7 +253,7 @@ def _others(draft: Draft, flags: Flags) -> None:
         elif row is not None and row.attribute in _COMPUTED:
             continue
         elif row is not None:
-            draft.take(row, words)
+            draft.take(row, words, "slime" if name in ours else "megatron")
         elif name in PERMITTED and uses_megatron:
             draft.set(f"training.megatron.{name}", typed("training.megatron.x", words))
         else:
@@ -260,14 +273,14 @@ def _complete(draft: Draft) -> None:
     if "algorithm.eps_clip" not in values:
         draft.set("algorithm.eps_clip", 0.2, "slime's default")
     for name, value in [*values.items()]:
-        if name.startswith("training.megatron.") and name.endswith("_parallel_size") and value == 1:
-            if name != "training.megatron.expert_tensor_parallel_size":
+        if re.fullmatch(r"training\.megatron\.(tensor_model|pipeline_model|context|expert_model)_parallel_size", name):
+            if value == 1:  # Megatron's default
                 del values[name]
-    if values.get("training.megatron.tensor_model_parallel_size", 1) == 1:
-        if values.pop("training.megatron.sequence_parallel", None):
-            draft.leave_out("--sequence-parallel", "needs tensor parallelism")
-    if values.get("training.world_size", 1) and "fleet.colocate" in values:
-        values["fleet.colocate"] = True
+    alone = values.get("training.megatron.tensor_model_parallel_size", 1) == 1
+    if alone and values.pop("training.megatron.sequence_parallel", None):
+        draft.leave_out("--sequence-parallel", "no effect without tensor parallelism")
+    if "training.megatron.expert_model_parallel_size" not in values and alone:
+        values.pop("training.megatron.expert_tensor_parallel_size", None)
     _published_name(draft)
 
 

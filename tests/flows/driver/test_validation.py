@@ -265,7 +265,9 @@ def test_training_rows_are_rendered_and_those_that_give_no_prompt_are_told(model
     notes: list[str] = []
     assert data_problems(config(model, data), notes.append) == []
     (note,) = notes
-    assert note.startswith(f"1 of 2 rows give no prompt, and a run skips them; the first: {data}, row 2: the chat")
+    assert note.startswith(
+        f"data: 1 of 2 rows give no prompt, and a run skips them; the first: {data}, row 2: the chat"
+    )
     data.write_text(bad)
     (problem,) = data_problems(config(model, data))
     assert problem.startswith(f"data: none of 1 rows gives a prompt; the first: {data}, row 1: the chat template")
