@@ -8,6 +8,7 @@ from cairn.flows.cli.evaluation import evaluate, leaderboard
 from cairn.flows.cli.export import bundle, convert, export, unbundle
 from cairn.flows.cli.history import diff, fork, replay, rescore, whatif
 from cairn.flows.cli.housekeeping import delete, gc, probe, verify
+from cairn.flows.cli.importing import import_recipe
 from cairn.flows.cli.plan import plan
 from cairn.flows.cli.query import sql
 from cairn.flows.cli.reading import costs, report, runs, show, status, timeline
@@ -40,5 +41,6 @@ ONE_SAMPLE = (bundle, unbundle)
 
 for function in (*WORKING, *LOOKING, *DECIDING, *REMOVING, *ONE_SAMPLE):
     app.command()(command(function))
+app.command("import")(command(import_recipe))
 app.command("eval")(command(evaluate))
 app.command()(command(leaderboard))

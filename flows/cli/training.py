@@ -196,7 +196,14 @@ def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False) -> No
     _drive(root, run, from_manifest(ledger.manifest.config), takeover, ledger)
 
 
-def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOption = False) -> Shown:
+def validate(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    no_files: Annotated[
+        bool, Option("--no-files", help="Check what needs no model and no data, for a recipe of another machine.")
+    ] = False,
+    json: JsonOption = False,
+) -> Shown:
     """Check a recipe without starting anything, and print it with every option filled in.
 
     The command checks the options, their types and their combinations; the model folder and its tokenizer; lengths
@@ -207,18 +214,22 @@ def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOpti
 
     - `cairn validate configs/recipes/quickstart.yaml`
     - `cairn validate my.yaml --set training.lr=1e-5 --json`
+    - `cairn validate my.yaml --no-files` where the model and the data are on another machine
     """
     from cairn.configs.loader import load
     from cairn.flows.driver.length import with_length
-    from cairn.flows.driver.validation import data_problems, setup_problems
+    from cairn.flows.driver.validation import data_problems, portable_problems, setup_problems
 
     notes: list[str] = []
     try:
         config = load(recipe, overrides or [], notes.append)
-        problems = setup_problems(config, notes.append) or data_problems(config, notes.append)
+        if no_files:
+            problems = portable_problems(config, notes.append)
+        else:
+            problems = setup_problems(config, notes.append) or data_problems(config, notes.append)
         if problems:
             raise ConfigError(problems)
-        config = with_length(config)
+        config = config if no_files else with_length(config)
     except ConfigError as error:
         if not json:
             for note in notes:
@@ -239,8 +250,9 @@ def _resolved(recipe: Path, config: "RunConfig", resolved: Mapping[str, Any], no
         print_warning(note)
     kinds = {"responses": f"prompts × {config.group_size} samples", "preferences": "pairs"}
     rows = kinds.get(config.algorithm.learns_from, config.algorithm.learns_from)
+    length = config.rollout.num_rollout or f"{config.rollout.num_epoch} epochs in"
     print_stderr(
-        f"{recipe} is fine: {config.rollout.num_rollout} iterations of {config.rollout.rollout_batch_size} {rows}, "
+        f"{recipe} is fine: {length} iterations of {config.rollout.rollout_batch_size} {rows}, "
         f"{config.training.num_steps_per_rollout} optimizer step(s) of {config.global_batch_size} samples each"
     )
 

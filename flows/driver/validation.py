@@ -9,9 +9,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from cairn.configs.catalogue import published_config
 from cairn.configs.errors import BadData, BadPrompt
 from cairn.configs.kinds import OPTIONS, declared, named
 from cairn.configs.plugins import BadPlugin
@@ -89,6 +91,29 @@ def setup_problems(config: RunConfig, note: Note = _ignore) -> list[str]:
         for name, path in config.model.folders.items():
             if path != config.model.path:
                 problems += _vocabulary_problems(f"{name.removesuffix('_model')}_path", config.model.path, path)
+    return list(dict.fromkeys(problems))
+
+
+def portable_problems(config: RunConfig, note: Note = _ignore) -> list[str]:
+    """Return sentences on problems that show without the files of models and data, as for a recipe of another machine.
+
+    The training engine's options are checked against the published config of a model with the folder's name, where
+    there is one. `note` as in `setup_problems`, and called where there is none.
+    """
+    problems = [*_plugin_problems(config), *_grader_problems(config, note)]
+    problems += kind_of(config.rollout.engine).layout_problems(config.rollout)
+    for sentence in (*_unread_server_options(config), *_unread_grader_options(config)):
+        note(sentence)
+    problems += [*placement_problems(config), *weight_problems(config), *tracking_problems(config.tracking)]
+    if config.training.engine == "megatron":
+        from cairn.engines.plan.tensors import config_of
+        from cairn.engines.training.megatron.options import model_problems
+
+        published = published_config(Path(config.model.path).name)
+        if published is None:
+            note(f"model.path: there is no published model {Path(config.model.path).name!r} to check the layout with")
+        else:
+            problems += model_problems(config.training, config_of(published).get_text_config())
     return list(dict.fromkeys(problems))
 
 

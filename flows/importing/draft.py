@@ -28,12 +28,18 @@ class Draft:
         self._left_out: dict[str, str] = {}
         self.notes: list[str] = []
         """Sentences for the head of the recipe."""
+        self.problems: list[str] = []
+        """Reasons why the recipe cannot be used as it is."""
 
     def set(self, option: str, value: Any, comment: str = "") -> None:
         """Set an option. `comment`: where its value comes from, if that is not plain."""
         self.values[option] = value
         if comment:
             self._comments[option] = plain(comment)
+
+    def comment(self, option: str, text: str) -> None:
+        """Set the comment on an option."""
+        self._comments[option] = plain(text)
 
     def leave_out(self, flag: str, why: str) -> None:
         """Record that a flag has no effect here."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cairn.configs.errors import BadInput
 
@@ -54,6 +54,8 @@ class Launch:
     """Name of the program: `train.py`, `verl.trainer.main_ppo`, `grpo`."""
     arguments: tuple[str, ...]
     """Arguments of the program."""
+    launcher: tuple[str, ...]
+    """Words before the program: `accelerate launch --num_processes 8`."""
     folders: tuple[Path, ...]
     """Folders in which the program finds Python modules, as far as they are in the script's checkout."""
     notes: tuple[str, ...]
@@ -92,7 +94,7 @@ def launch_of(script: Path, environment: Mapping[str, str]) -> Launch:
         unset = sorted(_unset(text) - environment.keys())
         hint = f"; it reads {', '.join(unset)}: --env {unset[0]}=…" if unset else ""
         raise BadInput(f"{script} starts no training: {ended}{why}{hint}")
-    program, arguments, job = max(found, key=lambda one: len(one[1]))
+    best = max(found, key=lambda one: len(one.arguments))
     if result.exit_code and not result.error:
         notes[f"the script ended with exit code {result.exit_code} after it had started the training"] = None
 
@@ -102,7 +104,8 @@ def launch_of(script: Path, environment: Mapping[str, str]) -> Launch:
         except Exception:
             return None
 
-    return Launch(program, tuple(arguments), tuple(_folders(job, script, root)), tuple(notes), read)
+    folders = tuple(_folders(best.words, script, root))
+    return Launch(best.program, tuple(best.arguments), tuple(best.launcher), folders, tuple(notes), read)
 
 
 def _quoted(text: str) -> str:
@@ -170,18 +173,27 @@ def _add_missing(errors: str, root: Path, missing: dict[str, str], ignored: set[
     return len(missing) + len(ignored) > before
 
 
-def _training(call: Sequence[str], calls: Sequence[Sequence[str]]) -> tuple[str, list[str], Sequence[str]] | None:
-    """Return program and arguments of a call that starts a Python program, and the call; None for another call."""
+class _Call(NamedTuple):
+    """A call that starts a Python program."""
+
+    program: str
+    arguments: list[str]
+    words: Sequence[str]
+    """All words of the call."""
+    launcher: Sequence[str]
+    """Words before the program."""
+
+
+def _training(call: Sequence[str], calls: Sequence[Sequence[str]]) -> _Call | None:
+    """Return a call as one that starts a Python program; None for another call."""
     words = list(call)
     if words[:3] == ["ray", "job", "submit"] and "--" in words:
         words = words[words.index("--") + 1 :]
-    for position, word in enumerate(words):
-        if word == "-m" and position + 1 < len(words):
-            return words[position + 1], words[position + 2 :], call
+    for at, word in enumerate(words):
+        if at + 1 < len(words) and (word == "-m" or word == "trl"):
+            return _Call(words[at + 1], words[at + 2 :], call, words[:at])
         if word.endswith(".py"):
-            return Path(word).name, words[position + 1 :] + _continued(call, calls), call
-        if word == "trl" and position + 1 < len(words):
-            return words[position + 1], words[position + 2 :], call
+            return _Call(Path(word).name, words[at + 1 :] + _continued(call, calls), call, words[:at])
     return None
 
 

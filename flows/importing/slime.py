@@ -86,7 +86,8 @@ def _machines(draft: Draft, flags: Flags) -> None:
 
 def _models(draft: Draft, flags: Flags) -> None:
     path = (flags.pop("hf_checkpoint", None) or [""])[0]
-    draft.set("model.path", path.rstrip("/"))
+    repository = published_repository(Path(path).name)
+    draft.set("model.path", path.rstrip("/"), f"hf download {repository}" if repository else "")
     own = (flags.pop("ref_load", None) or [""])[0]
     if own:
         draft.leave_out(
@@ -273,21 +274,13 @@ def _complete(draft: Draft) -> None:
     if "algorithm.eps_clip" not in values:
         draft.set("algorithm.eps_clip", 0.2, "slime's default")
     for name, value in [*values.items()]:
-        if re.fullmatch(r"training\.megatron\.(tensor_model|pipeline_model|context|expert_model)_parallel_size", name):
-            if value == 1:  # Megatron's default
-                del values[name]
+        if value == 1 and re.fullmatch(r"training\.megatron\.(\w+_model|context)_parallel_size", name):
+            del values[name]  # Megatron's default
     alone = values.get("training.megatron.tensor_model_parallel_size", 1) == 1
     if alone and values.pop("training.megatron.sequence_parallel", None):
         draft.leave_out("--sequence-parallel", "no effect without tensor parallelism")
     if "training.megatron.expert_model_parallel_size" not in values and alone:
         values.pop("training.megatron.expert_tensor_parallel_size", None)
-    _published_name(draft)
-
-
-def _published_name(draft: Draft) -> None:
-    name = Path(draft.values["model.path"]).name
-    if published_repository(name) is not None:
-        draft.notes.append(f"The model is {published_repository(name)}: hf download {published_repository(name)}")
 
 
 def _number(flags: Mapping[str, list[str]], name: str, default: int) -> int:
