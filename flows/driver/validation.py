@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from cairn.configs.catalogue import published_config
+from cairn.configs.catalogue import published_config, published_relative
 from cairn.configs.errors import BadData, BadPrompt
 from cairn.configs.kinds import OPTIONS, declared, named
 from cairn.configs.plugins import BadPlugin
@@ -101,15 +101,16 @@ def portable_problems(config: RunConfig, note: Note = _ignore) -> list[str]:
     there is one. `note` as in `setup_problems`, and called where there is none.
     """
     problems = [*_plugin_problems(config), *_grader_problems(config, note)]
-    problems += kind_of(config.rollout.engine).layout_problems(config.rollout)
+    problems += [*kind_of(config.rollout.engine).layout_problems(config.rollout)]
     for sentence in (*_unread_server_options(config), *_unread_grader_options(config)):
         note(sentence)
-    problems += [*placement_problems(config), *weight_problems(config), *tracking_problems(config.tracking)]
+    problems += [*placement_problems(config), *weight_problems(config)]
     if config.training.engine == "megatron":
         from cairn.engines.plan.tensors import config_of
         from cairn.engines.training.megatron.options import model_problems
 
-        published = published_config(Path(config.model.path).name)
+        relative = published_relative(Path(config.model.path).name)
+        published = None if relative is None else published_config(relative)
         if published is None:
             note(f"model.path: there is no published model {Path(config.model.path).name!r} to check the layout with")
         else:

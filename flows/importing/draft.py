@@ -56,6 +56,9 @@ class Draft:
             value = row.value
         elif len(words) == 1 and str(words[0]) in row.values:
             value = row.values[str(words[0])]
+        elif not words and not _fits(option, True):
+            self.leave_out(flag, row.how or f"{option} is set by its value")
+            return
         else:
             value = typed(option, words)
         same = row.attribute.rpartition(".")[2] == option.rpartition(".")[2]
@@ -136,20 +139,22 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 def typed(option: str, words: Sequence[Any]) -> Any:
     """Return the words of a command line as a value of an option's type; as YAML where they fit none."""
     parsed = [_parsed(word) if isinstance(word, str) else word for word in words]
-    field = _field(option)
     candidates: list[Any] = [True] if not words else []
     if len(words) == 1:
         candidates += [parsed[0], words[0]]
     candidates += [parsed, list(words)]
-    if field is not None:
-        adapter = TypeAdapter(field.annotation)
-        for candidate in candidates:
-            try:
-                adapter.validate_json(json.dumps(candidate), strict=True)
-            except (ValidationError, ValueError, TypeError):
-                continue
-            return candidate
-    return candidates[0]
+    return next((one for one in candidates if _fits(option, one)), candidates[0])
+
+
+def _fits(option: str, value: Any) -> bool:
+    """Whether a value is of an option's type; every value is of an engine's own options."""
+    field = _field(option)
+    try:
+        return field is None or bool(
+            TypeAdapter(field.annotation).validate_json(json.dumps(value), strict=True) or True
+        )
+    except (ValidationError, ValueError, TypeError):
+        return False
 
 
 def _parsed(word: str) -> Any:

@@ -7,6 +7,7 @@ A script that takes too long or too much memory is ended.
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,14 +77,13 @@ def launch_of(script: Path, environment: Mapping[str, str]) -> Launch:
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{script} cannot be read as a text file: {error}") from None
     root = _checkout(script)
-    missing: dict[str, str] = {}
+    missing = {str(script): _patient(text)}
     ignored = set(IGNORED)
     notes: dict[str, None] = {}
     for _ in range(MOST_TRIES):
         calls: list[list[str]] = []
         bash = _interpreter(root, script.parent, environment, missing, ignored, calls)
-        bash.write_file("/tmp/.script", text)
-        result = bash.execute_sync(f"BASH_ARGV0={_quoted(str(script))}; source {_quoted(str(script))}")
+        result = bash.execute_sync(f"source {shlex.quote(str(script))}")
         if not _add_missing(result.stderr, root, missing, ignored, notes):
             break
     found = [launch for call in calls if (launch := _training(call, calls)) is not None]
@@ -108,8 +108,17 @@ def launch_of(script: Path, environment: Mapping[str, str]) -> Launch:
     return Launch(best.program, tuple(best.arguments), tuple(best.launcher), folders, tuple(notes), read)
 
 
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
+_STOPPING = re.compile(r"^([ \t]*)set[ \t]+-\w*[eu]\w*([ \t]+(-o[ \t]+)?pipefail)?", re.MULTILINE)
+_DEFAULT = re.compile(r"\$\{\w+:?-\$\([^()]*\)\}")
+
+
+def _patient(text: str) -> str:
+    """Return a script that goes on where a command fails: commands that do nothing here may fail.
+
+    Also without the quotes in the default of a variable, `"${A:-$(cd "$B")}"`, which bashkit 0.20 passes on.
+    """
+    text = _DEFAULT.sub(lambda match: match[0].replace('"', ""), text)
+    return _STOPPING.sub(r"\1:", text)
 
 
 def _checkout(script: Path) -> Path:

@@ -10,10 +10,14 @@ import yaml
 from cairn.configs.catalogue import published_repository
 from cairn.configs.counterparts import counterparts
 from cairn.configs.kinds import OPTIONS
+from cairn.configs.plugins import BadPlugin
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.yaml_file import parse_yaml
 from cairn.engines.training.megatron.permitted import PERMITTED
 from cairn.flows.importing.draft import Draft, typed, written
 from cairn.flows.importing.launch import Launch
+from cairn.tasks.grading.graders import get_grader
 
 Flags = dict[str, list[str]]
 
@@ -65,7 +69,19 @@ def _machines(draft: Draft, flags: Flags) -> None:
     colocate, each = "colocate" in flags, _number(flags, "rollout_num_gpus_per_engine", 1)
     total = nodes * gpus
     draft.set("training.world_size", total, f"--actor-num-nodes {nodes} × --actor-num-gpus-per-node {gpus}")
-    draft.set("rollout.num_gpus_per_engine", each)
+    machine = _number(flags, "num_gpus_per_node", 8)
+    if colocate and each > machine:
+        draft.set(
+            "rollout.num_gpus_per_engine",
+            machine,
+            f"{each} in slime; an engine that shares its GPUs with training fits on one machine",
+        )
+        for name in ("dp", "ep", "tp"):
+            if _number(flags, f"sglang_{name}_size", 1) > machine:
+                flags[f"sglang_{name}_size"] = [str(machine)]
+        each = machine
+    else:
+        draft.set("rollout.num_gpus_per_engine", each)
     if "rollout_external_engine_addrs" in flags:
         servers = flags.pop("rollout_external_engine_addrs")
         urls = [url if "://" in url else f"http://{url}" for url in servers]
@@ -175,16 +191,30 @@ def _benchmarks(draft: Draft, flags: Flags, launch: Launch) -> None:
         common["apply_chat_template"] = ["false"]
     defaults = {name: typed(f"eval.benchmarks.{name}", words) for name, words in common.items() if words}
     pairs = flags.pop("eval_prompt_data", [])
-    found = [{"name": name, "path": path} for name, path in zip(pairs[::2], pairs[1::2], strict=False)]
+    found: list[dict[str, Any]] = [
+        {"name": name, "path": path} for name, path in zip(pairs[::2], pairs[1::2], strict=False)
+    ]
     if "eval_config" in flags:
         (file,) = flags.pop("eval_config")
         found += _eval_config(draft, file, launch.read(file))
+    for one in [*found]:
+        if "rm_type" in one and not _is_grader(one["rm_type"]):
+            draft.leave_out(f"benchmark {one['name']}", f"there is no grader {one['rm_type']!r}")
+            found.remove(one)
     if found:
         draft.set("eval.benchmarks", [{**one, **{k: v for k, v in defaults.items() if k not in one}} for one in found])
     elif "eval_interval" in flags:
         draft.leave_out(written("--eval-interval", flags.pop("eval_interval")), "there is nothing to evaluate")
     if not found:
         flags.pop("skip_eval_before_train", None)
+
+
+def _is_grader(name: str) -> bool:
+    try:
+        get_grader(RewardConfig(rm_type=name))
+    except BadPlugin:
+        return False
+    return True
 
 
 _EVAL_NAMES = {
@@ -220,9 +250,53 @@ def _eval_config(draft: Draft, file: str, text: str | None) -> Iterator[dict[str
 def _code(draft: Draft, flags: Flags, launch: Launch) -> None:
     """Turn names of functions, `package.function`, into `file.py:function` where the job would find the file."""
     names = {row.attribute for row in counterparts().values() if {*row.options} & {*OPTIONS}}
-    for flag in names & flags.keys():
-        if flags[flag]:
-            flags[flag] = [_local_code(flags[flag][0], launch.folders)]
+    for flag in sorted(names & flags.keys()):
+        name = (flags[flag] or [""])[0]
+        if (why := _OWN_FUNCTIONS.get(name.rpartition(".")[0])) is not None:
+            draft.leave_out(written("--" + flag.replace("_", "-"), flags.pop(flag)), why)
+        elif name.endswith("mis.compute_mis_weights_with_cp"):
+            draft.set(
+                "algorithm.custom_tis_function_path", "mis", written("--custom-tis-function-path", flags.pop(flag))
+            )
+            _mis(draft, flags, launch)
+        elif name:
+            flags[flag] = [_local_code(name, launch.folders)]
+    _distillation(draft, flags)
+
+
+_MIS = {"tis_lower_bound": "tis_clip_low", "tis_upper_bound": "tis_clip"}
+
+
+def _mis(draft: Draft, flags: Flags, launch: Launch) -> None:
+    """Set the options of slime's example of a correction, which `--custom-config-path` names."""
+    file = (flags.pop("custom_config_path", None) or [""])[0]
+    try:
+        options = parse_yaml(launch.read(file) or "") or {}
+    except yaml.YAMLError:
+        options = {}
+    for name, value in options.items():
+        option = f"algorithm.{_MIS.get(name, name)}"
+        if value is not None and option.rpartition(".")[2] in AlgorithmConfig.model_fields:
+            draft.set(option, value, f"{name} in {file}")
+
+
+def _distillation(draft: Draft, flags: Flags) -> None:
+    """Set the teacher of on-policy distillation."""
+    kind = (flags.pop("opd_type", None) or [""])[0]
+    if kind == "sglang" and "rm_url" in flags:
+        url = flags.pop("rm_url")[0].removesuffix("/generate")
+        draft.set("model.teacher_url", url, "--rm-url")
+        draft.set("model.teacher_name", "teacher", "its name at /v1/models of the server")
+    elif "opd_teacher_load" in flags:
+        path = flags.pop("opd_teacher_load")[0]
+        draft.set("model.teacher_path", path.removesuffix("_torch_dist"), "a folder, where slime has Megatron's format")
+
+
+_OWN_FUNCTIONS = {
+    "slime.rollout.on_policy_distillation": "algorithm.use_opd is this; a grader's reward counts besides",
+    "slime.rollout.sglang_rollout": "the rollout of one response to a prompt is the default",
+}
+"""What stands for slime's own functions, by their modules."""
 
 
 def _local_code(name: str, folders: Sequence[Path]) -> str:
