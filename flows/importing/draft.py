@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -51,16 +51,18 @@ class Draft:
         if not row.options:
             self.leave_out(flag, reason(row, table))
             return
+        if row.value is not None and words and _parsed(str(words[0])) is False:
+            return  # a switch that is off
         option = row.options[0]
         if row.value is not None:
             value = row.value
         elif len(words) == 1 and str(words[0]) in row.values:
             value = row.values[str(words[0])]
-        elif not words and not _fits(option, True):
-            self.leave_out(flag, row.how or f"{option} is set by its value")
-            return
         else:
             value = typed(option, words)
+        if not _fits(option, value):
+            self.leave_out(flag, f"{option} is this{f': {row.how}' if row.how else ', with other values'}")
+            return
         same = row.attribute.rpartition(".")[2] == option.rpartition(".")[2]
         self.set(option, value, "" if same else flag)
         self._sources[option] = flag
@@ -147,14 +149,16 @@ def typed(option: str, words: Sequence[Any]) -> Any:
 
 
 def _fits(option: str, value: Any) -> bool:
-    """Whether a value is of an option's type; every value is of an engine's own options."""
+    """Whether an option may have a value; an engine's own options may have every value."""
     field = _field(option)
+    if field is None:
+        return ".N." not in option
+    kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
     try:
-        return field is None or bool(
-            TypeAdapter(field.annotation).validate_json(json.dumps(value), strict=True) or True
-        )
+        TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
     except (ValidationError, ValueError, TypeError):
         return False
+    return True
 
 
 def _parsed(word: str) -> Any:

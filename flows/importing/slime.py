@@ -82,6 +82,8 @@ def _machines(draft: Draft, flags: Flags) -> None:
         each = machine
     else:
         draft.set("rollout.num_gpus_per_engine", each)
+        if each > machine:
+            draft.set("fleet.update_weight_transport", "distributed", "an engine is on several machines")
     if "rollout_external_engine_addrs" in flags:
         servers = flags.pop("rollout_external_engine_addrs")
         urls = [url if "://" in url else f"http://{url}" for url in servers]
@@ -191,9 +193,8 @@ def _benchmarks(draft: Draft, flags: Flags, launch: Launch) -> None:
         common["apply_chat_template"] = ["false"]
     defaults = {name: typed(f"eval.benchmarks.{name}", words) for name, words in common.items() if words}
     pairs = flags.pop("eval_prompt_data", [])
-    found: list[dict[str, Any]] = [
-        {"name": name, "path": path} for name, path in zip(pairs[::2], pairs[1::2], strict=False)
-    ]
+    named = zip(pairs[::2], pairs[1::2], strict=False)
+    found: list[dict[str, Any]] = [{"name": name, "path": path} for name, path in named]
     if "eval_config" in flags:
         (file,) = flags.pop("eval_config")
         found += _eval_config(draft, file, launch.read(file))
@@ -255,9 +256,7 @@ def _code(draft: Draft, flags: Flags, launch: Launch) -> None:
         if (why := _OWN_FUNCTIONS.get(name.rpartition(".")[0])) is not None:
             draft.leave_out(written("--" + flag.replace("_", "-"), flags.pop(flag)), why)
         elif name.endswith("mis.compute_mis_weights_with_cp"):
-            draft.set(
-                "algorithm.custom_tis_function_path", "mis", written("--custom-tis-function-path", flags.pop(flag))
-            )
+            draft.set("algorithm.custom_tis_function_path", "mis", flags.pop(flag)[0])
             _mis(draft, flags, launch)
         elif name:
             flags[flag] = [_local_code(name, launch.folders)]

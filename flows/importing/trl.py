@@ -14,7 +14,7 @@ from cairn.flows.importing.slime import flags_of
 DEFAULTS: dict[str, Any] = {
     "learning_rate": 1e-6,
     "num_generations": 8,
-    "max_completion_length": 256,
+    "max_completion_length": 512,
     "lr_scheduler_type": "linear",
     "adam_beta2": 0.999,
     "loss_type": "dapo",

@@ -67,6 +67,7 @@ def overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 def recipe_of(given: Mapping[str, Any]) -> Draft:
     """Return the recipe of verl's options."""
+    given = {name: value for name, value in given.items() if value is not None}
     draft, options = Draft(), {**DEFAULTS, **given}
     megatron = str(options.get(f"{ACTOR}.strategy", "")) == "megatron" or any(
         name.startswith(f"{ACTOR}.megatron.") for name in given
@@ -79,12 +80,19 @@ def recipe_of(given: Mapping[str, Any]) -> Draft:
     _reward(draft, options)
     _algorithm(draft, options)
     _others(draft, options, given, megatron)
+    if draft.values.get("training.megatron.tensor_model_parallel_size", 1) > 1:
+        draft.set("training.megatron.sequence_parallel", True, "verl's, with tensor parallelism")
     return draft
 
 
+def _count(value: Any, default: int) -> int:
+    """Return a number of things; `default` where a script left it open."""
+    return value if isinstance(value, int) else default
+
+
 def _engines(draft: Draft, options: dict[str, Any], megatron: bool) -> None:
-    nodes, gpus = options.pop("trainer.nnodes", 1), options.pop("trainer.n_gpus_per_node", 8)
-    each, total = options.pop(f"{ROLLOUT}.tensor_model_parallel_size"), nodes * gpus
+    nodes, gpus = _count(options.pop("trainer.nnodes", 1), 1), _count(options.pop("trainer.n_gpus_per_node", 8), 8)
+    each, total = _count(options.pop(f"{ROLLOUT}.tensor_model_parallel_size"), 1), nodes * gpus
     options.pop(f"{ACTOR}.strategy", None)
     name = options.pop(f"{ROLLOUT}.name", "vllm")
     draft.set("rollout.engine", "transformers" if name == "hf" else "sglang", f"verl's {name}")
@@ -108,7 +116,8 @@ def _engines(draft: Draft, options: dict[str, Any], megatron: bool) -> None:
 
 
 def _batches(draft: Draft, options: dict[str, Any]) -> None:
-    prompts, mini = options.pop("data.train_batch_size"), options.pop(f"{ACTOR}.ppo_mini_batch_size")
+    prompts = _count(options.pop("data.train_batch_size"), 1024)
+    mini = _count(options.pop(f"{ACTOR}.ppo_mini_batch_size"), prompts)
     draft.set("rollout.rollout_batch_size", prompts, "data.train_batch_size")
     draft.set("training.num_steps_per_rollout", max(1, prompts // mini), f"{prompts} / ppo_mini_batch_size {mini}")
     if options.pop(f"{ACTOR}.use_dynamic_bsz", False):
@@ -117,7 +126,7 @@ def _batches(draft: Draft, options: dict[str, Any]) -> None:
         options.setdefault(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384)
     else:
         options.pop(f"{ACTOR}.ppo_max_token_len_per_gpu", None)
-    parallel = options.pop(f"{ACTOR}.ulysses_sequence_parallel_size", 1)
+    parallel = _count(options.pop(f"{ACTOR}.ulysses_sequence_parallel_size", 1), 1)
     if parallel > 1:
         draft.leave_out(
             f"{ACTOR}.ulysses_sequence_parallel_size={parallel}",
@@ -136,14 +145,18 @@ def _lengths(draft: Draft, options: dict[str, Any]) -> None:
         ("trainer.save_freq", "checkpoint.save_interval"),
         ("trainer.test_freq", "eval.eval_interval"),
     ):
-        frequency = options.pop(name, -1)
-        if frequency > 0:
+        if (frequency := _count(options.pop(name, 0), 0)) > 0:
             draft.set(option, frequency, name)
+
+    if "wandb" in (options.pop("trainer.logger", None) or ()):
+        draft.set("tracking.use_wandb", True, "trainer.logger")
+    else:
+        options.pop("trainer.project_name", None)
 
 
 def _schedule(draft: Draft, options: dict[str, Any]) -> None:
     steps, share = (options.pop(f"{ACTOR}.optim.lr_warmup_steps{suffix}", 0) for suffix in ("", "_ratio"))
-    if steps and steps > 0:
+    if _count(steps, 0) > 0:
         draft.set("training.lr_warmup_iters", steps, "lr_warmup_steps")
     elif share:
         draft.set("training.lr_warmup_fraction", share, "lr_warmup_steps_ratio")
@@ -168,7 +181,7 @@ def _data(draft: Draft, options: dict[str, Any]) -> None:
     draft.notes.append(
         "verl's rows hold the answer in reward_model.ground_truth: write it into a column of its own, data.label_key"
     )
-    if held_out and "eval.eval_interval" in draft.values:
+    if held_out not in (None, "", []) and "eval.eval_interval" in draft.values:
         sampling = {
             ours: options.pop(f"{ROLLOUT}.val_kwargs.{theirs}", default)
             for ours, theirs, default in (
@@ -178,7 +191,7 @@ def _data(draft: Draft, options: dict[str, Any]) -> None:
                 ("n_samples_per_eval_prompt", "n", 1),
             )
         }
-        rows = held_out if isinstance(held_out, list) else [held_out]
+        rows = [row for row in (held_out if isinstance(held_out, list) else [held_out]) if row]
         length = options["data.max_response_length"]
         draft.set(
             "eval.benchmarks",
