@@ -14,6 +14,7 @@ from cairn.flows.cli.query import sql
 from cairn.flows.cli.reading import costs, report, runs, show, status, timeline
 from cairn.flows.cli.sample import episode, lineage
 from cairn.flows.cli.training import resume, train, up, validate
+from cairn.flows.cli.trying import try_recipe
 
 __all__ = ["app"]
 
@@ -42,5 +43,6 @@ ONE_SAMPLE = (bundle, unbundle)
 for function in (*WORKING, *LOOKING, *DECIDING, *REMOVING, *ONE_SAMPLE):
     app.command()(command(function))
 app.command("import")(command(import_recipe))
+app.command("try")(command(try_recipe))
 app.command("eval")(command(evaluate))
 app.command()(command(leaderboard))
