@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from cairn.configs.counterparts import Counterpart, counterparts
+from cairn.configs.counterparts import Counterpart, Table, counterparts
 from cairn.configs.errors import ConfigError
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.base import RECORDED, UNCHECKED, has_credentials
@@ -178,6 +178,7 @@ def parse(values: dict[str, Any], context: Mapping[str, bool] | None = None, not
 def without_idle(values: dict[str, Any], context: Mapping[str, bool] | None = None) -> tuple[RunConfig, list[Idle]]:
     """Return the configuration of nested options, and those of them that were left out because they have no effect."""
     left_out: list[Idle] = []
+    values = _by_usual_names(values)
     while True:
         config = _validated(values, context)
         idle = [one for one in idle_options(config) if _holds(values, one.option)]
@@ -186,6 +187,22 @@ def without_idle(values: dict[str, Any], context: Mapping[str, bool] | None = No
         left_out += idle
         for one in idle:
             values = _without(values, one.option)
+
+
+def _by_usual_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Take `training.engine: fsdp` for `torch`, and Megatron's `recompute_activations` for the option of the engine
+    that does it."""
+    section = values.get("training")
+    if not isinstance(section, dict):
+        return values
+    training = {**section, "engine": "torch"} if section.get("engine") == "fsdp" else dict(section)
+    if isinstance(wanted := training.get("recompute_activations"), bool):
+        del training["recompute_activations"]
+        if wanted and training.get("engine") == "megatron":
+            training["megatron"] = {"recompute_granularity": "selective", **(training.get("megatron") or {})}
+        elif wanted:
+            training["gradient_checkpointing"] = True
+    return {**values, "training": training}
 
 
 def _holds(values: Any, option: str) -> bool:
@@ -395,8 +412,20 @@ def _sentence(error: ErrorDetails, section: tuple[str, ...] = ()) -> str:
             return "the configuration holds half of a surrogate pair, which is not a character: correct its text"
         case "model_type" | "model_attributes_type":
             return f"{field.name} is {_spell(error['input'])}; it must be a section with options under it"
+        case "bool_type":
+            message = "must be true or false"
     must = re.sub(r"^\w+ should ", "must ", message)
-    return f"{field.name} is {_spell(error['input'])}; it {must[0].lower()}{must[1:]}"
+    return f"{field.name} is {_spell(error['input'])}; it {must[0].lower()}{must[1:]}{_value_elsewhere(error)}"
+
+
+def _value_elsewhere(error: ErrorDetails) -> str:
+    """Return what a value is here that another trainer has for the option; empty where none has it."""
+    name = ".".join(map(str, error["loc"]))
+    for table, trainer in _TRAINERS.items():
+        for flag in counterparts(table).values():
+            if name in flag.options[:1] and error["input"] in flag.values:
+                return f"; {trainer}'s {error['input']} is {flag.values[error['input']]} here"
+    return ""
 
 
 def _holds_credentials(value: Any) -> bool:
@@ -413,12 +442,25 @@ def _unknown(location: Sequence[int | str], value: Any) -> str:
         close = difflib.get_close_matches(str(last).lower(), known, n=1) or known
         return f"{name} is not a section; did you mean {' or '.join(close)}?"
     nearest = _nearest(location)
-    flag = counterparts().get(_word(last))
-    if flag is not None and (nearest is None or nearest.rpartition(".")[2] != flag.attribute):
-        return f"{name} is not an option; slime's {flag.flag} {_here(flag)}"
+    for trainer, flag in _elsewhere(location):
+        if nearest is None or nearest.rpartition(".")[2] != flag.attribute:
+            return f"{name} is not an option; {trainer}'s {flag.flag} {_here(flag)}"
     if nearest is None:
         return f"{name} is not an option; docs/configuration.md lists all options"
     return f"{name} is not an option; did you mean {nearest}?"
+
+
+_TRAINERS: dict[Table, str] = {"slime": "slime", "megatron": "Megatron", "trl": "TRL", "verl": "verl"}
+
+
+def _elsewhere(location: Sequence[int | str]) -> Iterator[tuple[str, Counterpart]]:
+    """Yield options of other trainers with this name, or this and the one before it, in the last parts of theirs."""
+    words = [_word(key) for key in location]
+    wanted = {words[-1], "_".join(words[-2:])}
+    for table, trainer in _TRAINERS.items():
+        for flag in counterparts(table).values():
+            if flag.attribute.rpartition(".")[2] in wanted:
+                yield trainer, flag
 
 
 def _here(flag: Counterpart) -> str:
@@ -438,10 +480,14 @@ def _nearest(location: Sequence[int | str]) -> str | None:
     prefix = "".join(f"{key}." for key in location[:-1])
     word = _word(location[-1])
     names = [option.name.replace(LIST_ITEM, position) for option in options(RunConfig)]
-    scores = {
-        name: difflib.SequenceMatcher(None, word, name.rpartition(".")[2]).ratio() + 0.1 * name.startswith(prefix)
-        for name in names
-    }
+    squeezed = word.replace("_", "")
+
+    def score(name: str) -> float:
+        own = name.rpartition(".")[2]
+        begins = len(squeezed) > 3 and own.replace("_", "").startswith(squeezed)
+        return difflib.SequenceMatcher(None, word, own).ratio() + 0.5 * begins + 0.1 * name.startswith(prefix)
+
+    scores = {name: score(name) for name in names}
     best = max(scores, key=lambda name: scores[name])
     return best if scores[best] >= 0.7 else None
 

@@ -367,6 +367,10 @@ class RolloutConfig(Section):
     """Number of workers of each engine that run a coroutine function of your own, next to the engine or on other
     machines, see docs/agents.md. Each runs its share of the engine's samples, thousands of them concurrently."""
 
+    num_data_workers: Annotated[int, SAMPLED] = Field(0, ge=0)
+    """Threads that read, render and tokenize the prompts of the next round while the engines generate. The prompts and
+    their order are the same with any number; 0 makes them when they are drawn."""
+
     max_tokens_in_flight: int | None = Field(None, ge=1)
     """Largest number of tokens that samples may have in flight on an engine. Each request counts with its prompt and
     its longest possible response. The others wait, each sample for its turn. Null sets no limit besides the engine's

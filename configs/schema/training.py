@@ -172,8 +172,9 @@ class TrainingConfig(Section):
     """Training engine, optimizer and batches."""
 
     engine: Literal["torch", "megatron"] = "torch"
-    """The training engine. `torch`: trains any Hugging Face causal LM, with FSDP2 over more than one rank. `megatron`:
-    trains the model families that it has a mapping for, with every parallelism of megatron-core."""
+    """The training engine. `torch`: trains any Hugging Face causal LM, with FSDP2 over more than one rank; `fsdp` is
+    another name of it. `megatron`: trains the model families that it has a mapping for, with every parallelism of
+    megatron-core. slime: `--train-backend`."""
 
     megatron: EngineOptions = Field(default_factory=dict)
     """Options of megatron-core under their own names, those of `TransformerConfig`, `DistributedDataParallelConfig` and
@@ -198,7 +199,9 @@ class TrainingConfig(Section):
     `recovery.on_divergence`. No effect on CPUs. Megatron: `--deterministic-mode`."""
 
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass. Megatron: `--recompute-granularity full`."""
+    """Recompute activations in the backward pass. Megatron: `--recompute-granularity full`. `recompute_activations` is
+    another name of it for engine `torch`, and for engine `megatron` of `megatron: {recompute_granularity:
+    selective}`."""
 
     global_batch_size: int | None = Field(None, ge=1)
     """Samples per optimizer step; by default the number that follows from `num_steps_per_rollout`. Megatron:

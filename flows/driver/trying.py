@@ -54,9 +54,7 @@ def one_engine(config: RunConfig, prompts: int) -> RunConfig:
     """
     if not config.samples_responses:
         raise ConfigError(
-            [
-                f"a run that learns from {config.algorithm.learns_from} samples nothing: `cairn validate` checks it"
-            ]
+            [f"a run that learns from {config.algorithm.learns_from} samples nothing: `cairn validate` checks it"]
         )
     changes: dict[str, Any] = {
         "num_rollout": 1,
