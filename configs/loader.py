@@ -443,7 +443,7 @@ def _unknown(location: Sequence[int | str], value: Any) -> str:
         return f"{name} is not a section; did you mean {' or '.join(close)}?"
     nearest = _nearest(location)
     for trainer, flag in _elsewhere(location):
-        if nearest is None or nearest.rpartition(".")[2] != flag.attribute:
+        if nearest is None or nearest.rpartition(".")[2] != flag.attribute.rpartition(".")[2]:
             return f"{name} is not an option; {trainer}'s {flag.flag} {_here(flag)}"
     if nearest is None:
         return f"{name} is not an option; docs/configuration.md lists all options"
