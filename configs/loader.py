@@ -423,7 +423,7 @@ def _value_elsewhere(error: ErrorDetails) -> str:
     name = ".".join(map(str, error["loc"]))
     for table, trainer in _TRAINERS.items():
         for flag in counterparts(table).values():
-            if name in flag.options[:1] and error["input"] in flag.values:
+            if name in flag.options[:1] and isinstance(error["input"], str) and error["input"] in flag.values:
                 return f"; {trainer}'s {error['input']} is {flag.values[error['input']]} here"
     return ""
 

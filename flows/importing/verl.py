@@ -43,7 +43,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested options by their dotted names. Options that refer to another one are left out: `${…}`."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict) and value and not str(key).endswith("kwargs"):
+        if isinstance(value, dict) and value and key != "apply_chat_template_kwargs":
             found |= flat(value, f"{prefix}{key}.")
         elif not (isinstance(value, str) and "${" in value) and value is not None and key != "_target_":
             found[f"{prefix}{key}"] = value
@@ -273,9 +273,8 @@ def _others(draft: Draft, options: Mapping[str, Any], given: Mapping[str, Any], 
             draft.take(row, value if isinstance(value, list) else [value], "verl")
         elif megatron and part in PERMITTED:
             draft.set(f"training.megatron.{part}", value)
-        elif name.startswith(f"{ROLLOUT}.engine_kwargs.sglang"):
-            for key, one in value.items() if isinstance(value, dict) else [(name.rpartition(".")[2], value)]:
-                draft.set(f"rollout.sglang.{key}", one)
+        elif name.startswith(f"{ROLLOUT}.engine_kwargs.sglang."):
+            draft.set(f"rollout.sglang.{name.rpartition('.')[2]}", value)
         else:
             draft.leave_out(f"{name}={written('', [value]).strip()}", _near(name))
 

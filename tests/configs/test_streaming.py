@@ -32,7 +32,7 @@ CORRECTED = {"use_tis": True}
         ),
         (
             {"rollout": {"async_buffer_size": 9}},
-            r"async_buffer_size \(9\) has no effect while rollout.max_age × rollout_batch",
+            r"async_buffer_size \(9\) has no effect while rollout.max_age × roll",
         ),
         ({"rollout": {"lag": 1}}, r"lag \(1\) has no effect while rollout.pipeline is streaming; set rollout.pi"),
         (
