@@ -101,8 +101,8 @@ def test_a_file_of_verl_and_its_overrides_are_one_recipe(tmp_path: Path) -> None
     nested["actor_rollout_ref"]["actor"]["optim"]["lr"] = 1e-6
     from_file, _ = config_of(tmp_path, "verl.yaml", yaml.safe_dump(nested))
     from_script, _ = config_of(tmp_path, "run.sh", VERL)
-    for section, options in from_file.model_dump().items():
-        assert options == from_script.model_dump()[section]
+    for section, one in from_file.model_dump().items():
+        assert one == from_script.model_dump()[section]
 
 
 TRL = {
