@@ -153,7 +153,7 @@ def _fits(option: str, value: Any) -> bool:
     field = _field(option)
     if field is None:
         return ".N." not in option
-    kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    kind: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
     try:
         TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
     except (ValidationError, ValueError, TypeError):
