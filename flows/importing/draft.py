@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from cairn.configs.counterparts import Counterpart, Table, reason
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import section_of, without_idle
+from cairn.configs.schema.base import has_credentials
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.yaml_file import parse_yaml
 
@@ -120,10 +121,17 @@ def plain(text: str) -> str:
 
 def written(flag: str, words: Sequence[Any]) -> str:
     """Return a flag with its values as a command line has them. Keys are not shown."""
-    if _SECRET.search(flag):
+    if _SECRET.search(flag) or any(has_credentials(str(word)) for word in words):
         return flag
     text = " ".join([flag, *map(str, words)])
     return text if len(text) <= 100 else text[:99] + "…"
+
+
+def count(value: Any, default: int) -> int:
+    """Return a number of things, at least 1; `default` where a script left it open or it is none."""
+    number = _parsed(value) if isinstance(value, str) else value
+    whole = isinstance(number, int | float) and not isinstance(number, bool) and number == number // 1
+    return int(number) if whole and number >= 1 else default
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

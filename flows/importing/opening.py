@@ -21,6 +21,8 @@ def recipe_of(file: Path, environment: Mapping[str, str]) -> Draft:
     """
     if file.suffix in (".yaml", ".yml"):
         values = read_mapping(file, "name a launch script or a configuration", "a configuration")
+        if not verl.is_verl(values) and not trl.is_trl(values):
+            raise BadInput(f"{file} is a configuration of neither verl's PPO trainer nor TRL's GRPO trainer")
         draft = verl.recipe_of(verl.flat(values)) if verl.is_verl(values) else trl.recipe_of(values)
     else:
         launch = launch_of(file, environment)
@@ -28,12 +30,12 @@ def recipe_of(file: Path, environment: Mapping[str, str]) -> Draft:
             draft = verl.recipe_of(verl.overrides(launch.arguments))
         elif launch.program in ("train.py", "train_async.py"):
             draft = slime.recipe_of(launch)
-        elif trl.is_trl(launch):
+        elif launch.program == "grpo" or trl.is_trl(trl.options(launch)):
             draft = trl.recipe_of(trl.options(launch))
         else:
             raise BadInput(
                 f"{file} starts {launch.program}, which is none of slime's train.py and train_async.py, verl's "
-                "verl.trainer.main_ppo and TRL's commands"
+                "verl.trainer.main_ppo and TRL's GRPO"
             )
         draft.notes += launch.notes
     draft.problems = draft.without_idle()

@@ -15,7 +15,7 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.yaml_file import parse_yaml
 from cairn.engines.training.megatron.permitted import PERMITTED
-from cairn.flows.importing.draft import Draft, typed, written
+from cairn.flows.importing.draft import Draft, count, typed, written
 from cairn.flows.importing.launch import Launch
 from cairn.tasks.grading.graders import get_grader
 
@@ -196,7 +196,7 @@ def _benchmarks(draft: Draft, flags: Flags, launch: Launch) -> None:
     named = zip(pairs[::2], pairs[1::2], strict=False)
     found: list[dict[str, Any]] = [{"name": name, "path": path} for name, path in named]
     if "eval_config" in flags:
-        (file,) = flags.pop("eval_config")
+        file = (flags.pop("eval_config") or [""])[0]
         found += _eval_config(draft, file, launch.read(file))
     for one in [*found]:
         if "rm_type" in one and not _is_grader(one["rm_type"]):
@@ -241,6 +241,8 @@ def _eval_config(draft: Draft, file: str, text: str | None) -> Iterator[dict[str
         draft.leave_out(f"--eval-config {file}", "the file is not there, or is not of slime's form")
         return
     for one in datasets:
+        if not {"name", "path"} <= one.keys():
+            continue
         merged = {**defaults, **one}
         known = {ours: merged[name] for name, ours in _EVAL_NAMES.items() if name in merged}
         for name in sorted(merged.keys() - _EVAL_NAMES.keys() - {"name", "path"}):
@@ -283,11 +285,11 @@ def _distillation(draft: Draft, flags: Flags) -> None:
     """Set the teacher of on-policy distillation."""
     kind = (flags.pop("opd_type", None) or [""])[0]
     if kind == "sglang" and "rm_url" in flags:
-        url = flags.pop("rm_url")[0].removesuffix("/generate")
+        url = " ".join(flags.pop("rm_url")).removesuffix("/generate")
         draft.set("model.teacher_url", url, "--rm-url")
         draft.set("model.teacher_name", "teacher", "its name at /v1/models of the server")
     elif "opd_teacher_load" in flags:
-        path = flags.pop("opd_teacher_load")[0]
+        path = " ".join(flags.pop("opd_teacher_load"))
         draft.set("model.teacher_path", path.removesuffix("_torch_dist"), "a folder, where slime has Megatron's format")
 
 
@@ -357,8 +359,4 @@ def _complete(draft: Draft) -> None:
 
 
 def _number(flags: Mapping[str, list[str]], name: str, default: int) -> int:
-    words = flags.get(name)
-    try:
-        return int(float(words[0])) if words else default
-    except ValueError:
-        return default
+    return count((flags.get(name) or [None])[0], default)

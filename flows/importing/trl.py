@@ -7,7 +7,7 @@ import yaml
 
 from cairn.configs.counterparts import counterparts
 from cairn.configs.yaml_file import parse_yaml
-from cairn.flows.importing.draft import Draft, typed, written
+from cairn.flows.importing.draft import Draft, count, typed, written
 from cairn.flows.importing.launch import Launch
 from cairn.flows.importing.slime import flags_of
 
@@ -36,10 +36,10 @@ CORRECTIONS = {
 """Corrections by TRL's `vllm_importance_sampling_mode`."""
 
 
-def is_trl(launch: Launch) -> bool:
-    """Whether a training command is one of TRL."""
-    names = set(flags_of(launch.arguments))
-    return launch.program == "grpo" or bool(names & {"num_generations", "max_completion_length", "config"})
+def is_trl(values: Mapping[str, Any]) -> bool:
+    """Whether options are those of TRL's GRPO trainer."""
+    own = {"num_generations", "max_completion_length", "num_iterations", "vllm_mode", "reward_funcs"}
+    return not own.isdisjoint(values)
 
 
 def options(launch: Launch) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def options(launch: Launch) -> dict[str, Any]:
 def recipe_of(given: Mapping[str, Any]) -> Draft:
     """Return the recipe of TRL's options."""
     draft, options = Draft(), {**DEFAULTS, **given}
-    processes = int(options.pop("num_processes", 1))
+    processes = count(options.pop("num_processes", 1), 1)
     for name in ("config_file", "mixed_precision", "num_machines", "machine_rank", "main_process_port", "standalone"):
         options.pop(name, None)
     draft.set(
@@ -112,7 +112,7 @@ def _model(draft: Draft, options: dict[str, Any]) -> None:
 
 def _engines(draft: Draft, options: dict[str, Any], processes: int) -> None:
     vllm, mode = options.pop("use_vllm", False), options.pop("vllm_mode", "colocate")
-    each = int(options.pop("vllm_tensor_parallel_size", 1))
+    each = count(options.pop("vllm_tensor_parallel_size", 1), 1)
     draft.set("rollout.engine", "sglang" if vllm else "transformers", "TRL's vLLM" if vllm else "TRL's generate")
     draft.set("rollout.dtype", "bfloat16")
     draft.set("rollout.num_gpus_per_engine", each)
@@ -132,10 +132,11 @@ def _engines(draft: Draft, options: dict[str, Any], processes: int) -> None:
 def _batches(draft: Draft, options: dict[str, Any], processes: int) -> None:
     """Set the batch of an iteration. TRL counts completions of a process; an optimizer step has as many as all of them
     accumulate."""
-    each, accumulated = options.pop("per_device_train_batch_size", 8), options.pop("gradient_accumulation_steps", 1)
-    samples, step = options["num_generations"], each * accumulated * processes
-    steps = options.pop("steps_per_generation", accumulated)
-    generated = options.pop("generation_batch_size", None) or each * processes * steps
+    each = count(options.pop("per_device_train_batch_size", 8), 8)
+    accumulated = count(options.pop("gradient_accumulation_steps", 1), 1)
+    samples, step = count(options["num_generations"], 8), each * accumulated * processes
+    steps = count(options.pop("steps_per_generation", None), accumulated)
+    generated = count(options.pop("generation_batch_size", None), each * processes * steps)
     draft.set("rollout.rollout_batch_size", max(1, generated // samples), f"{generated} completions / {samples}")
     draft.set(
         "training.num_steps_per_rollout",
@@ -143,12 +144,12 @@ def _batches(draft: Draft, options: dict[str, Any], processes: int) -> None:
         f"{generated} completions / ({each} × {accumulated} × {processes})",
     )
     draft.set("training.micro_batch_size", each, "per_device_train_batch_size")
-    total, epochs = options.pop("max_steps", -1), options.pop("num_train_epochs")
-    if total and int(total) > 0:
+    total, epochs = count(options.pop("max_steps", None), 0), options.pop("num_train_epochs")
+    if total:
         taken = max(1, generated // step)
-        draft.set("rollout.num_rollout", max(1, int(total) // taken), f"max_steps {total} / {taken}")
+        draft.set("rollout.num_rollout", max(1, total // taken), f"max_steps {total} / {taken}")
     else:
-        draft.set("rollout.num_epoch", max(1, round(float(epochs))), "num_train_epochs")
+        draft.set("rollout.num_epoch", count(epochs, 1), "num_train_epochs")
 
 
 def _loss(draft: Draft, options: dict[str, Any]) -> None:
@@ -163,7 +164,8 @@ def _loss(draft: Draft, options: dict[str, Any]) -> None:
         draft.set("algorithm.loss_type", "cispo")
     elif level == "sequence":
         draft.set("algorithm.loss_type", "gspo", "importance_sampling_level sequence")
-    if beta := float(options.pop("beta", 0.0)):
+    beta = options.pop("beta", 0.0)
+    if isinstance(beta, int | float) and beta:
         draft.set("algorithm.use_kl_loss", True, "beta above 0")
         draft.set("algorithm.kl_loss_coef", beta, "beta")
         draft.set("algorithm.kl_loss_type", "k3", "TRL's estimator")
@@ -182,6 +184,7 @@ def _loss(draft: Draft, options: dict[str, Any]) -> None:
 def _reward(draft: Draft, options: dict[str, Any]) -> None:
     names = options.pop("reward_funcs", [])
     names = names if isinstance(names, list) else [names]
+    names = [str(name) for name in names]
     known = [GRADERS[name] for name in names if name in GRADERS]
     if known:
         draft.set("reward.rm_type", known[0], f"reward_funcs {' '.join(names)}")
@@ -199,21 +202,10 @@ _EVALUATION = {"eval_strategy", "eval_steps", "do_eval", "eval_on_start", "datas
 
 def _evaluation(draft: Draft, options: dict[str, Any]) -> None:
     """Leave evaluations out: they are of a split of the data set, which is a file of its own here."""
-    for name in (
-        "eval_strategy",
-        "eval_steps",
-        "do_eval",
-        "eval_on_start",
-        "dataset_test_split",
-        "num_generations_eval",
-    ):
-        if name in options:
-            draft.leave_out(
-                f"{name}={options.pop(name)}", "a held-out split is a benchmark with a file: eval.benchmarks"
-            )
+    for name in sorted(_EVALUATION & options.keys()):
+        draft.leave_out(f"{name}={options.pop(name)}", "a held-out split is a benchmark with a file: eval.benchmarks")
     strategy = options.pop("save_strategy", "steps")
     if strategy != "steps":
         draft.leave_out(f"save_strategy={strategy}", "checkpoint.save_interval counts iterations")
-    reports = options.pop("report_to", [])
-    if "wandb" in reports:
+    if "wandb" in str(options.pop("report_to", "")):
         draft.set("tracking.use_wandb", True, "report_to wandb")

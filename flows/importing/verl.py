@@ -10,7 +10,7 @@ import yaml
 from cairn.configs.counterparts import counterparts
 from cairn.configs.yaml_file import parse_yaml
 from cairn.engines.training.megatron.permitted import PERMITTED
-from cairn.flows.importing.draft import Draft, written
+from cairn.flows.importing.draft import Draft, count, written
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -85,18 +85,13 @@ def recipe_of(given: Mapping[str, Any]) -> Draft:
     return draft
 
 
-def _count(value: Any, default: int) -> int:
-    """Return a number of things; `default` where a script left it open."""
-    return value if isinstance(value, int) else default
-
-
 def _engines(draft: Draft, options: dict[str, Any], megatron: bool) -> None:
-    nodes, gpus = _count(options.pop("trainer.nnodes", 1), 1), _count(options.pop("trainer.n_gpus_per_node", 8), 8)
-    each, total = _count(options.pop(f"{ROLLOUT}.tensor_model_parallel_size"), 1), nodes * gpus
+    nodes, gpus = count(options.pop("trainer.nnodes", 1), 1), count(options.pop("trainer.n_gpus_per_node", 8), 8)
+    each, total = count(options.pop(f"{ROLLOUT}.tensor_model_parallel_size"), 1), nodes * gpus
     options.pop(f"{ACTOR}.strategy", None)
     name = options.pop(f"{ROLLOUT}.name", "vllm")
     draft.set("rollout.engine", "transformers" if name == "hf" else "sglang", f"verl's {name}")
-    draft.set("rollout.dtype", options.pop(f"{ROLLOUT}.dtype", "bfloat16"))
+    draft.set("rollout.dtype", str(options.pop(f"{ROLLOUT}.dtype", "bfloat16")))
     draft.set("rollout.num_gpus_per_engine", each, "tensor_model_parallel_size of the rollout")
     draft.set("rollout.num_engines", max(1, total // each), f"{nodes} × {gpus} GPUs / {each}")
     draft.set("training.engine", "megatron" if megatron else "torch", "verl's strategy")
@@ -116,8 +111,8 @@ def _engines(draft: Draft, options: dict[str, Any], megatron: bool) -> None:
 
 
 def _batches(draft: Draft, options: dict[str, Any]) -> None:
-    prompts = _count(options.pop("data.train_batch_size"), 1024)
-    mini = _count(options.pop(f"{ACTOR}.ppo_mini_batch_size"), prompts)
+    prompts = count(options.pop("data.train_batch_size"), 1024)
+    mini = count(options.pop(f"{ACTOR}.ppo_mini_batch_size"), prompts)
     draft.set("rollout.rollout_batch_size", prompts, "data.train_batch_size")
     draft.set("training.num_steps_per_rollout", max(1, prompts // mini), f"{prompts} / ppo_mini_batch_size {mini}")
     if options.pop(f"{ACTOR}.use_dynamic_bsz", False):
@@ -126,7 +121,7 @@ def _batches(draft: Draft, options: dict[str, Any]) -> None:
         options.setdefault(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384)
     else:
         options.pop(f"{ACTOR}.ppo_max_token_len_per_gpu", None)
-    parallel = _count(options.pop(f"{ACTOR}.ulysses_sequence_parallel_size", 1), 1)
+    parallel = count(options.pop(f"{ACTOR}.ulysses_sequence_parallel_size", 1), 1)
     if parallel > 1:
         draft.leave_out(
             f"{ACTOR}.ulysses_sequence_parallel_size={parallel}",
@@ -136,19 +131,17 @@ def _batches(draft: Draft, options: dict[str, Any]) -> None:
 
 def _lengths(draft: Draft, options: dict[str, Any]) -> None:
     steps, epochs = options.pop("trainer.total_training_steps", None), options.pop("trainer.total_epochs")
-    if steps:
+    if count(steps, 0):
         draft.set("rollout.num_rollout", steps, "trainer.total_training_steps")
         draft.leave_out(f"trainer.total_epochs={epochs}", "trainer.total_training_steps is set")
     else:
-        draft.set("rollout.num_epoch", epochs, "trainer.total_epochs")
-    for name, option in (
-        ("trainer.save_freq", "checkpoint.save_interval"),
-        ("trainer.test_freq", "eval.eval_interval"),
-    ):
-        if (frequency := _count(options.pop(name, 0), 0)) > 0:
+        draft.set("rollout.num_epoch", count(epochs, 1), "trainer.total_epochs")
+    intervals = {"trainer.save_freq": "checkpoint.save_interval", "trainer.test_freq": "eval.eval_interval"}
+    for name, option in intervals.items():
+        if (frequency := count(options.pop(name, 0), 0)) > 0:
             draft.set(option, frequency, name)
 
-    if "wandb" in (options.pop("trainer.logger", None) or ()):
+    if "wandb" in str(options.pop("trainer.logger", "")):
         draft.set("tracking.use_wandb", True, "trainer.logger")
     else:
         options.pop("trainer.project_name", None)
@@ -156,13 +149,14 @@ def _lengths(draft: Draft, options: dict[str, Any]) -> None:
 
 def _schedule(draft: Draft, options: dict[str, Any]) -> None:
     steps, share = (options.pop(f"{ACTOR}.optim.lr_warmup_steps{suffix}", 0) for suffix in ("", "_ratio"))
-    if _count(steps, 0) > 0:
+    if count(steps, 0) > 0:
         draft.set("training.lr_warmup_iters", steps, "lr_warmup_steps")
-    elif share:
+    elif share and isinstance(share, float):
         draft.set("training.lr_warmup_fraction", share, "lr_warmup_steps_ratio")
-    first, second = options.pop(f"{ACTOR}.optim.betas")
-    draft.set("training.adam_beta1", first)
-    draft.set("training.adam_beta2", second, "verl's betas")
+    betas = options.pop(f"{ACTOR}.optim.betas")
+    if isinstance(betas, list) and len(betas) == 2:
+        draft.set("training.adam_beta1", betas[0])
+        draft.set("training.adam_beta2", betas[1], "verl's betas")
 
 
 def _data(draft: Draft, options: dict[str, Any]) -> None:
@@ -224,7 +218,7 @@ def _reward(draft: Draft, options: dict[str, Any]) -> None:
     elif not options.get("reward_model.enable"):
         draft.set(
             "reward.rm_type",
-            options.pop("reward_model.reward_manager", "math").replace("naive", "math"),
+            str(options.pop("reward_model.reward_manager", "math")).replace("naive", "math"),
             "verl chooses by data_source; see docs/rewards.md",
         )
     options.pop("reward_model.reward_manager", None)
@@ -251,7 +245,7 @@ def _algorithm(draft: Draft, options: dict[str, Any]) -> None:
             options.pop(f"{ACTOR}.loss_scale_factor", None) or options["data.max_response_length"],
             "loss_agg_mode seq-mean-token-sum-norm",
         )
-    if options["algorithm.adv_estimator"].startswith("reinforce_plus_plus"):
+    if str(options["algorithm.adv_estimator"]).startswith("reinforce_plus_plus"):
         draft.set("algorithm.normalize_advantages", True, "as verl's estimator")
     kind = options.pop("algorithm.rollout_correction.rollout_is", None)
     if kind:
