@@ -359,4 +359,4 @@ def _complete(draft: Draft) -> None:
 
 
 def _number(flags: Mapping[str, list[str]], name: str, default: int) -> int:
-    return count((flags.get(name) or [None])[0], default)
+    return count((flags.get(name) or [""])[0], default)
