@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup sglang-env lm-eval-env inspect-env openenv-env quickstart tiny types docs lint test test-proofs test-all test-ceph chaos bench
-.PHONY: clean parity slime-examples
+.PHONY: clean parity slime-examples slime-scripts
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -96,6 +96,9 @@ $(VERL)/.installed: $(PARITY)/requirements.txt $(TORCH)
 	$(VERL)/bin/pip $(INSTALL) -r $(PARITY)/requirements.txt
 	$(VERL)/bin/pip $(INSTALL) --no-deps verl==0.9.1
 	@touch $@
+
+slime-scripts: setup ## Import, validate and plan every launch script of the slime at SLIME=DIR
+	$(BIN)/python -m tests.flows.importing.slime_scripts $(SLIME)
 
 parity: setup $(VERL)/.installed ## Record what verl, TRL and the slime at SLIME=DIR make of tests/parity's batch
 	$(BIN)/python -c 'from bench.trl_process import install; install()'

@@ -1,6 +1,7 @@
 """Recipes, benchmarks, GPUs and published models by name. No other module makes a Benchmark from text."""
 
 import json
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
@@ -147,6 +148,18 @@ def published_repository(name: str) -> str | None:
     """Return the repository of the model `name` on the Hugging Face hub, such as Qwen/Qwen3-4B; None for a model that
     is not listed."""
     return _repositories().get(name)
+
+
+_VARIANTS = re.compile(r"[-_](Instruct|Base|FP8|INT4|BF16|torch_dist)$", re.IGNORECASE)
+
+
+def published_relative(name: str) -> str | None:
+    """Return the listed model that has the architecture of the model `name`: itself, or one of the same name but for
+    endings such as -Instruct, -Base and -FP8; None where there is none."""
+    shorter = name
+    while shorter not in _repositories() and (match := _VARIANTS.search(shorter)):
+        shorter = shorter[: match.start()]
+    return next((one for one in (shorter, f"{shorter}-Instruct") if one in _repositories()), None)
 
 
 @cache

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
+from cairn.configs.counterparts import Counterpart, Table, counterparts
 from cairn.configs.errors import ConfigError
 from cairn.configs.kinds import OPTIONS, canonical
 from cairn.configs.plugins import BadPlugin
@@ -22,7 +23,6 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.base import RECORDED, UNCHECKED, has_credentials
 from cairn.configs.schema.effect import Idle, idle_options
 from cairn.configs.schema.run import RunConfig
-from cairn.configs.slime import Counterpart, counterparts
 from cairn.configs.yaml_file import parse_yaml, place_and_problem, read_mapping
 
 # The schema as a flat list of options with dotted names, for error messages and documentation.
@@ -113,13 +113,21 @@ def _values(field: FieldInfo) -> str:
 _OPTIONS = "options; it should begin with a section such as `model:`"
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+Note = Callable[[str], None]
+"""Called with a sentence on each option that is left out because it has no effect."""
+
+
+def _ignore(sentence: str) -> None:
+    pass
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), note: Note = _ignore) -> RunConfig:
     """Return the configuration in a YAML file, with `a.b=value` overrides applied in order.
 
     Values of overrides are YAML; `eval.benchmarks.0.path=…` reaches into a list. Paths in the configuration stay as
     written, relative to the working directory. Raises ConfigError, which lists every problem at once.
     """
-    return parse(_overridden(read(path), overrides))
+    return parse(_overridden(read(path), overrides), note=note)
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -152,21 +160,67 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def parse(
-    values: dict[str, Any],
-    context: Mapping[str, bool] | None = None,
-    inherited: Callable[[str], bool] = lambda option: False,
-) -> RunConfig:
+def parse(values: dict[str, Any], context: Mapping[str, bool] | None = None, note: Note = _ignore) -> RunConfig:
     """Check a nested mapping of options, as read from YAML, and return the configuration.
+
+    An option that has no effect contradicts nothing: it is left out, with a note.
 
     Args:
         context: validation context, see `cairn.configs.schema.base`.
-        inherited: whether an option, dotted, comes from a parent: an error about it names the override that resets it.
 
     Raises:
         ConfigError: lists every problem at once.
     """
-    values = _with_recorded_names(values)
+    config, left_out = without_idle(values, context)
+    for one in left_out:
+        note(str(one))
+    return config
+
+
+def without_idle(values: dict[str, Any], context: Mapping[str, bool] | None = None) -> tuple[RunConfig, list[Idle]]:
+    """Return the configuration of nested options, and those of them that were left out because they have no effect."""
+    left_out: list[Idle] = []
+    values = _by_usual_names(_with_recorded_names(values))
+    while True:
+        config = _validated(values, context)
+        idle = [one for one in idle_options(config) if _holds(values, one.option)]
+        if not idle:
+            return config, left_out
+        left_out += idle
+        for one in idle:
+            values = _without(values, one.option)
+
+
+def _by_usual_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Take `training.engine: fsdp` for `torch`, and Megatron's `recompute_activations` for the option of the engine
+    that does it."""
+    section = values.get("training")
+    if not isinstance(section, dict):
+        return values
+    training = {**section, "engine": "torch"} if section.get("engine") == "fsdp" else dict(section)
+    if isinstance(wanted := training.get("recompute_activations"), bool):
+        del training["recompute_activations"]
+        if wanted and training.get("engine") == "megatron":
+            training["megatron"] = {"recompute_granularity": "selective", **(training.get("megatron") or {})}
+        elif wanted:
+            training["gradient_checkpointing"] = True
+    return {**values, "training": training}
+
+
+def _holds(values: Any, option: str) -> bool:
+    """Whether nested options have one of a dotted name."""
+    first, _, rest = option.partition(".")
+    return isinstance(values, dict) and first in values and (not rest or _holds(values[first], rest))
+
+
+def _without(values: dict[str, Any], option: str) -> dict[str, Any]:
+    """Return nested options without one of a dotted name."""
+    first, _, rest = option.partition(".")
+    others = {key: value for key, value in values.items() if key != first}
+    return {**others, first: _without(values[first], rest)} if rest else others
+
+
+def _validated(values: dict[str, Any], context: Mapping[str, bool] | None) -> RunConfig:
     try:
         text = json.dumps(_without_empty_sections(values, RunConfig), default=str)
     except (ValueError, RecursionError):  # by an anchor, `&a [*a]`
@@ -174,24 +228,20 @@ def parse(
     try:
         # Strict JSON mode rejects text in place of a number and a boolean in place of a count, but accepts any list for
         # a tuple.
-        config = RunConfig.model_validate_json(text, strict=True, context=context)
+        return RunConfig.model_validate_json(text, strict=True, context=context)
     except ValidationError as error:
         raise ConfigError([_sentence(details) for details in error.errors(include_url=False)]) from None
-    if idle := [_reset_hint(one, inherited=inherited(one.option)) for one in idle_options(config)]:
-        raise ConfigError(idle)
-    return config
 
 
-def inherit(recorded: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
+def inherit(recorded: Mapping[str, Any], overrides: Sequence[str], note: Note = _ignore) -> RunConfig:
     """Return the configuration of a fork: its parent's manifest with `a.b=value` overrides applied.
 
-    Names of code in it are Unchecked. An error about an inherited option names the override that resets the option.
+    Names of code in it are Unchecked.
     """
     parent = from_manifest(recorded).model_dump(mode="json")
     values = _overridden(parent, overrides)
-    overridden = _names(overrides)
-    _reset_clip_range(values, parent, overridden)
-    return parse(values, UNCHECKED, lambda option: option not in overridden)
+    _reset_clip_range(values, parent, _names(overrides))
+    return parse(values, UNCHECKED, note)
 
 
 def _reset_clip_range(values: dict[str, Any], parent: Mapping[str, Any], overridden: Collection[str]) -> None:
@@ -228,9 +278,9 @@ def with_section(recorded: RunConfig, name: str, overrides: Sequence[str], examp
     except ValidationError as error:
         raise ConfigError([_sentence(details, (name,)) for details in error.errors(include_url=False)]) from None
     changed = recorded.model_copy(update={name: section})
-    idle = [one for one in idle_options(changed) if one.option.startswith(f"{name}.")]
+    idle = [str(one) for one in idle_options(changed) if one.option in overridden]
     if idle:
-        raise ConfigError([_reset_hint(one, inherited=one.option not in overridden) for one in idle])
+        raise ConfigError(idle)
     return changed
 
 
@@ -258,12 +308,6 @@ def released(config: RunConfig) -> RunConfig:
     except ValidationError as error:
         problems = [f"in the ledger: {_sentence(one)}" for one in error.errors(include_url=False)]
         raise ConfigError(problems) from None
-
-
-def _reset_hint(idle: Idle, *, inherited: bool) -> str:
-    """Return the sentence about an option without effect, with the override that resets an inherited one."""
-    reset = f" (inherited from the parent; back to the default by --set {idle.option}={_spell(idle.default)})"
-    return f"{idle}{reset if inherited else ''}"
 
 
 def _names(overrides: Sequence[str]) -> set[str]:
@@ -406,8 +450,20 @@ def _sentence(error: ErrorDetails, section: tuple[str, ...] = ()) -> str:
             return "the configuration holds half of a surrogate pair, which is not a character: correct its text"
         case "model_type" | "model_attributes_type":
             return f"{field.name} is {_spell(error['input'])}; it must be a section with options under it"
-    must = re.sub(r"^\w+ should ", "must ", message).replace("a valid boolean", "true or false")
-    return f"{field.name} is {_spell(error['input'])}; it {must[0].lower()}{must[1:]}"
+        case "bool_type":
+            message = "must be true or false"
+    must = re.sub(r"^\w+ should ", "must ", message)
+    return f"{field.name} is {_spell(error['input'])}; it {must[0].lower()}{must[1:]}{_value_elsewhere(error)}"
+
+
+def _value_elsewhere(error: ErrorDetails) -> str:
+    """Return what a value is here that another trainer has for the option; empty where none has it."""
+    name = ".".join(map(str, error["loc"]))
+    for table, trainer in _TRAINERS.items():
+        for flag in counterparts(table).values():
+            if name in flag.options[:1] and isinstance(error["input"], str) and error["input"] in flag.values:
+                return f"; {trainer}'s {error['input']} is {flag.values[error['input']]} here"
+    return ""
 
 
 def _holds_credentials(value: Any) -> bool:
@@ -424,12 +480,25 @@ def _unknown(location: Sequence[int | str], value: Any) -> str:
         close = difflib.get_close_matches(str(last).lower(), known, n=1) or known
         return f"{name} is not a section; did you mean {' or '.join(close)}?"
     nearest = _nearest(location)
-    flag = counterparts().get(_word(last))
-    if flag is not None and (nearest is None or nearest.rpartition(".")[2] != flag.attribute):
-        return f"{name} is not an option; slime's {flag.flag} {_here(flag)}"
+    for trainer, flag in _elsewhere(location):
+        if nearest is None or nearest.rpartition(".")[2] != flag.attribute.rpartition(".")[2]:
+            return f"{name} is not an option; {trainer}'s {flag.flag} {_here(flag)}"
     if nearest is None:
         return f"{name} is not an option; docs/configuration.md lists all options"
     return f"{name} is not an option; did you mean {nearest}?"
+
+
+_TRAINERS: dict[Table, str] = {"slime": "slime", "megatron": "Megatron", "trl": "TRL", "verl": "verl"}
+
+
+def _elsewhere(location: Sequence[int | str]) -> Iterator[tuple[str, Counterpart]]:
+    """Yield options of other trainers with this name, or this and the one before it, in the last parts of theirs."""
+    words = [_word(key) for key in location]
+    wanted = {words[-1], "_".join(words[-2:])}
+    for table, trainer in _TRAINERS.items():
+        for flag in counterparts(table).values():
+            if flag.attribute.rpartition(".")[2] in wanted:
+                yield trainer, flag
 
 
 def _here(flag: Counterpart) -> str:
@@ -449,10 +518,14 @@ def _nearest(location: Sequence[int | str]) -> str | None:
     prefix = "".join(f"{key}." for key in location[:-1])
     word = _word(location[-1])
     names = [option.name.replace(LIST_ITEM, position) for option in options(RunConfig)]
-    scores = {
-        name: difflib.SequenceMatcher(None, word, name.rpartition(".")[2]).ratio() + 0.1 * name.startswith(prefix)
-        for name in names
-    }
+    squeezed = word.replace("_", "")
+
+    def score(name: str) -> float:
+        own = name.rpartition(".")[2]
+        begins = len(squeezed) > 3 and own.replace("_", "").startswith(squeezed)
+        return difflib.SequenceMatcher(None, word, own).ratio() + 0.5 * begins + 0.1 * name.startswith(prefix)
+
+    scores = {name: score(name) for name in names}
     best = max(scores, key=lambda name: scores[name])
     return best if scores[best] >= 0.7 else None
 

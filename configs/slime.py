@@ -1,8 +1,4 @@
-"""slime's flags and their counterparts in Cairn.
-
-The table is `slime.yaml`. docs/coming-from-slime.md, error messages and the adapter for functions written for slime all
-read it.
-"""
+"""What functions written for slime get: its `args` and the status of a sample."""
 
 import copy
 import inspect
@@ -12,51 +8,14 @@ import re
 import sys
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from cairn.configs.counterparts import counterparts
 from cairn.configs.plugins import BadPlugin, specs
 from cairn.configs.yaml_file import parse_yaml
-
-
-@dataclass(frozen=True)
-class Counterpart:
-    """Counterpart of one of slime's flags."""
-
-    flag: str
-    """The flag: `--rm-type`."""
-    group: str
-    """Heading under which people find the flag."""
-    options: tuple[str, ...]
-    """Dotted options of a recipe, list members as in `cairn.configs.loader`. Empty where there are none."""
-    how: str
-    """Other ways to do it, or differences to note. Markdown; may be empty where there are options."""
-    why: str
-    """Reason why there is no counterpart. Markdown; empty where there is one."""
-
-    @property
-    def attribute(self) -> str:
-        """Name of the flag in slime's functions: `rm_type` of `args.rm_type`."""
-        return self.flag.removeprefix("--").replace("-", "_")
-
-
-@cache
-def counterparts() -> dict[str, Counterpart]:
-    """Return the counterparts of all of slime's flags, by `Counterpart.attribute`."""
-    table = parse_yaml(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
-    rows = [
-        Counterpart(flag, group, _names(row.get("to")), row.get("how", ""), row.get("why", ""))
-        for group, flags in table.items()
-        for flag, row in flags.items()
-    ]
-    return {one.attribute: one for one in rows}
-
-
-def _names(to: str | list[str] | None) -> tuple[str, ...]:
-    return (to,) if isinstance(to, str) else tuple(to or ())
 
 
 def as_in_row(text: str | None, opening: str = "{") -> Any:

@@ -12,10 +12,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from cairn.configs.catalogue import benchmark_names, load_benchmark
+from cairn.configs.counterparts import Counterpart, Table, counterparts
 from cairn.configs.loader import LIST_ITEM, Option, load, options
 from cairn.configs.schema.evaluation import Benchmark
 from cairn.configs.schema.run import RunConfig
-from cairn.configs.slime import Counterpart, counterparts
 from cairn.configs.yaml_file import parse_yaml
 from cairn.flows.reading.metrics import METRICS
 from cairn.storage.query.views import VIEWS
@@ -39,7 +39,8 @@ cairn train RECIPE --set training.lr=1e-5         # changes an option; the value
 cairn train RECIPE --set eval.benchmarks.0.path=test.jsonl
 ```
 
-An option that is not in these tables is an error. Relative paths start from the working directory.
+An option that is not in these tables is an error. An option that has no effect, because of others, is left out with a
+warning. Relative paths start from the working directory.
 
 A recipe may begin with `base: other.yaml`, another recipe, relative to its own folder. Its sections and mappings
 override those of the base option by option; its lists replace those of the base. The recipes in
@@ -174,13 +175,25 @@ def _benchmark_options() -> str:
 
 def coming_from_slime() -> str:
     """The page with a table of slime's flags for each group of them; the rest is written by hand."""
-    page = (DOCS / "coming-from-slime.md").read_text(encoding="utf-8")
-    begin = "<!-- Flags: written by docs/generate.py from configs/slime.yaml; change that, not these lines. -->\n"
-    end = "<!-- End of the flags. -->\n"
+    return _with_counterparts((DOCS / "coming-from-slime.md").read_text(encoding="utf-8"), "slime")
+
+
+def importing() -> str:
+    """The page with tables of the options of Megatron, verl and TRL; the rest is written by hand."""
+    page = (DOCS / "importing.md").read_text(encoding="utf-8")
+    for table in ("megatron", "verl", "trl"):
+        page = _with_counterparts(page, table)
+    return page
+
+
+def _with_counterparts(page: str, table: Table) -> str:
+    name = f"configs/{table}.yaml"
+    begin = f"<!-- {table}: written by docs/generate.py from {name}; change that, not these lines. -->\n"
+    end = f"<!-- End of {table}. -->\n"
     before, rest = page.split(begin)
-    groups = groupby(counterparts().values(), key=lambda flag: flag.group)
+    groups = groupby(counterparts(table).values(), key=lambda flag: flag.group)
     tables = [
-        f"### {group}\n\n{_table(['slime', 'here'], [[f'`{flag.flag}`', _here(flag)] for flag in flags])}"
+        f"### {group}\n\n{_table([table, 'here'], [[f'`{flag.flag}`', _here(flag)] for flag in flags])}"
         for group, flags in groups
     ]
     return before + begin + "\n" + "\n".join(tables) + "\n" + end + rest.split(end)[1]
@@ -232,6 +245,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "benchmarks.md": benchmarks,
     "coming-from-slime.md": coming_from_slime,
     "configuration.md": configuration,
+    "importing.md": importing,
     "metrics.md": metrics,
     "recipes.md": recipes,
     "views.md": views,

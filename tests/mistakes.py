@@ -1,5 +1,6 @@
-"""What a configuration is refused for."""
+"""What a configuration is refused for, and what it is warned of."""
 
+from collections.abc import Callable
 from typing import Any
 
 from cairn.configs.errors import ConfigError
@@ -19,10 +20,17 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 
 def mistakes(**sections: dict[str, Any]) -> str:
-    """Return the sentences on a configuration with some options of these sections, a line each."""
+    """Return the sentences on a configuration with some options of these sections, a line each: problems, and warnings
+    of options without effect."""
     values = {name: SECTIONS.get(name, {}) | sections.get(name, {}) for name in {*SECTIONS, *sections}}
+    return "\n".join(said(lambda note: parse(values, note=note)))
+
+
+def said(load: Callable[[Callable[[str], None]], Any]) -> tuple[str, ...]:
+    """Return the problems that loading a configuration raises, or else its warnings. `load` gets what takes these."""
+    notes: list[str] = []
     try:
-        parse(values)
+        load(notes.append)
     except ConfigError as error:
-        return "\n".join(error.problems)
-    return ""
+        return error.problems
+    return tuple(notes)

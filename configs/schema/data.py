@@ -24,6 +24,9 @@ def one_group(pattern: str | None) -> str | None:
     return pattern
 
 
+_IMAGES = when("data.multimodal_keys", remedy="set data.multimodal_keys")
+
+
 class RowFormat(Section):
     """Source of rows, and their conversion into a prompt, a label and metadata."""
 
@@ -50,10 +53,10 @@ class RowFormat(Section):
     """Columns with other inputs of a prompt than text, by their kind: `{image: images}`. Only images are supported, and
     only with a model of images and text, see docs/vision.md. slime: `--multimodal-keys`."""
 
-    min_pixels: int | None = Field(None, ge=1)
+    min_pixels: Annotated[int | None, _IMAGES] = Field(None, ge=1)
     """Smaller images are enlarged to this number of pixels; by default that of the model's processor."""
 
-    max_pixels: int | None = Field(None, ge=1)
+    max_pixels: Annotated[int | None, _IMAGES] = Field(None, ge=1)
     """Larger images are reduced to this number of pixels; by default that of the model's processor."""
 
     label_pattern: Text | None = None
@@ -77,8 +80,6 @@ class RowFormat(Section):
             raise ValueError(
                 f"multimodal_keys names a column of {others[0]}, but only images can be read: leave it out"
             )
-        if not self.multimodal_keys and (self.min_pixels or self.max_pixels):
-            raise ValueError("min_pixels and max_pixels have no effect without multimodal_keys: leave them out")
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             raise ValueError(f"min_pixels ({self.min_pixels}) is above max_pixels ({self.max_pixels})")
 

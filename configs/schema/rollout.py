@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidatorFunctionWrapHandler, field_validator
 
 from cairn.configs.schema.base import Code, DataPath, EngineOptions, FromStore, Section, ServerUrl, Text, rule
-from cairn.configs.schema.effect import ALWAYS, SAMPLED, When, read, when
+from cairn.configs.schema.effect import ALWAYS, SAMPLED, When, read, spelled, when
 
 # Rollout servers of several kinds, as in slime's `--sglang-config`.
 
@@ -155,6 +155,27 @@ _CHOSEN = When(
     lambda run: f"rollout.buffer_filter_path is {run.rollout.buffer_filter_path}",
     "set rollout.buffer_filter_path=priority or stratified",
 )
+_OWN_SERVERS = When(
+    lambda run: not run.rollout.external_urls,
+    lambda run: "rollout.external_urls names servers that run elsewhere",
+    "set its options where these servers start",
+)
+_GROWS_OLD = When(
+    lambda run: run.rollout.draws_surplus or run.rollout.oldest_trained <= run.rollout.weights_lag,
+    lambda run: (
+        f"rollout.over_sampling_batch_size ({spelled(run.rollout.over_sampling_batch_size)}) is not above "
+        f"rollout.rollout_batch_size ({run.rollout.rollout_batch_size}), so that no group is left over to grow old"
+    ),
+    "raise rollout.over_sampling_batch_size",
+)
+_SHORTENS = When(
+    lambda run: (run.rollout.async_buffer_size or 0) <= run.rollout.weights_lag * run.rollout.rollout_batch_size,
+    lambda run: (
+        f"rollout.max_age × rollout_batch_size is {run.rollout.weights_lag} × {run.rollout.rollout_batch_size}, the "
+        "most groups that can wait"
+    ),
+    "lower it or raise rollout.max_age",
+)
 _TOOL_CALLS = when("rollout.custom_generate_function_path", "tool_calls")
 _CALLING_USERS = (
     *("rollout.custom_generate_function_path", "rollout.dynamic_sampling_filter", "rollout.rollout_sample_filter_path"),
@@ -196,7 +217,7 @@ class RolloutConfig(Section):
     engine: RolloutEngine = "transformers"
     """The rollout engine: `transformers` samples in the actor's own process, `sglang` in a separate server."""
 
-    sglang: EngineOptions = Field(default_factory=dict)
+    sglang: Annotated[EngineOptions, _OWN_SERVERS] = Field(default_factory=dict)
     """Options of `sglang.launch_server` under their own names, such as `attention_backend` or `tp_size`. slime:
     `--sglang-*`."""
 
@@ -274,7 +295,14 @@ class RolloutConfig(Section):
     unchanged, but computing it again has another result. slime: `--partial-rollout`."""
 
     cut_tokens: Annotated[
-        int | None, when("rollout.partial_rollout"), when("rollout.custom_generate_function_path", "single_turn")
+        int | None,
+        when("rollout.partial_rollout"),
+        when("rollout.custom_generate_function_path", "single_turn"),
+        when(
+            "rollout.cuts_responses",
+            because="no response is longer than rollout.rollout_max_response_len",
+            remedy="lower it",
+        ),
     ] = Field(None, ge=1)
     """`partial_rollout`: number of response tokens by which a shard continues each open sample in a round. It ends
     after the round in which its share of the required groups is complete. The retained parts then do not depend on
@@ -287,13 +315,13 @@ class RolloutConfig(Section):
     older ones. The weight of each such token is the same as if all were trained on. slime:
     `--mask-offpolicy-in-partial-rollout`."""
 
-    max_age: Annotated[int | None, SAMPLED] = Field(None, ge=0)
+    max_age: Annotated[int | None, SAMPLED, _GROWS_OLD] = Field(None, ge=0)
     """Largest age of tokens that are trained on, in publications: iterations between the weights that sampled a token
     and those that are trained. The default is 1 in the `streaming` pipeline, which starts samples only as fast as that
     allows, and in the others the lag of the rollout, which is 0 in `sync`; groups left over from over-sampling are then
     dropped. A larger value carries surplus groups over until they are too old, and needs a correction as `lag` does."""
 
-    async_buffer_size: Annotated[int | None, SAMPLED, _STREAMING] = Field(None, ge=1)
+    async_buffer_size: Annotated[int | None, SAMPLED, _STREAMING, _SHORTENS] = Field(None, ge=1)
     """Streaming pipeline: number of complete groups that may wait for training before the run stops accepting more
     prompts, by default those of one batch. A smaller number makes samples younger; a larger one lets training wait less
     for long responses; `max_age` is a limit in any case. As long as training does not have to wait, the run accepts
@@ -351,6 +379,10 @@ class RolloutConfig(Section):
     num_episode_workers: int = Field(1, ge=1)
     """Number of workers of each engine that run a coroutine function of your own, next to the engine or on other
     machines, see docs/agents.md. Each runs its share of the engine's samples, thousands of them concurrently."""
+
+    num_data_workers: Annotated[int, SAMPLED] = Field(0, ge=0)
+    """Threads that read, render and tokenize the prompts of the next round while the engines generate. The prompts and
+    their order are the same with any number; 0 makes them when they are drawn."""
 
     max_tokens_in_flight: int | None = Field(None, ge=1)
     """Largest number of tokens that samples may have in flight on an engine. Each request counts with its prompt and
@@ -481,15 +513,6 @@ class RolloutConfig(Section):
             )
 
     @rule
-    def _something_is_cut(self) -> None:
-        cut, longest = self.cut_tokens, self.rollout_max_response_len
-        if cut is not None and cut >= longest:
-            raise ValueError(
-                f"cut_tokens ({cut}) has no effect while rollout_max_response_len is {longest}: no response is long "
-                "enough to be cut off; lower cut_tokens, or leave it out"
-            )
-
-    @rule
     def _a_stream_takes_groups_as_they_come(self) -> None:
         if self.pipeline != "streaming":
             return
@@ -498,16 +521,11 @@ class RolloutConfig(Section):
                 "max_age is 0 and pipeline is streaming, which generates while it trains: set max_age to 1 or more, or "
                 "pipeline to sync"
             )
-        interval, buffer, batch = self.update_weights_interval, self.async_buffer_size, self.rollout_batch_size
+        interval = self.update_weights_interval
         if interval > self.weights_lag:
             raise ValueError(
                 f"update_weights_interval ({interval}) is above max_age ({self.weights_lag}): the tokens of an engine "
                 "would be too old before it gets new weights; raise max_age, or lower update_weights_interval"
-            )
-        if buffer is not None and buffer > self.weights_lag * batch:
-            raise ValueError(
-                f"async_buffer_size ({buffer}) has no effect above max_age × rollout_batch_size "
-                f"({self.weights_lag} × {batch}), the most groups that can wait: lower it, or raise max_age"
             )
         if self.router is not None:
             raise ValueError(
@@ -541,12 +559,6 @@ class RolloutConfig(Section):
                 f"max_age ({self.max_age}) is below the lag ({self.weights_lag}): no token would be young enough to be "
                 "trained on; raise it, or leave it out"
             )
-        if self.oldest_trained > self.weights_lag and not self.draws_surplus:
-            raise ValueError(
-                f"max_age ({self.max_age}) has no effect while over_sampling_batch_size "
-                f"({self.over_sampling_batch_size}) is not above rollout_batch_size ({self.rollout_batch_size}): "
-                "no group is left over to grow old"
-            )
         lag = self.weights_lag
         if self.partial_rollout and self.oldest_trained == lag:
             raise ValueError(
@@ -561,6 +573,11 @@ class RolloutConfig(Section):
             raise ValueError(
                 "buffer_filter_path is stratified, which needs buffer_key: the metadata key whose values alternate"
             )
+
+    @property
+    def cuts_responses(self) -> bool:
+        """Whether `cut_tokens` is below the longest response."""
+        return self.cut_tokens is None or self.cut_tokens < self.rollout_max_response_len
 
     @property
     def draws_surplus(self) -> bool:
@@ -586,11 +603,6 @@ class RolloutConfig(Section):
     def _servers_are_counted_once(self) -> None:
         if self.server_groups and self.external_urls:
             raise ValueError("server_groups and external_urls exclude each other: leave one of them out")
-        if self.sglang and self.external_urls:
-            raise ValueError(
-                "sglang has no effect on the servers of external_urls: leave it out, and set its options where these "
-                "servers start"
-            )
         counts = {
             "server_groups": sum(group.count(self.num_gpus_per_engine) for group in self.server_groups),
             "external_urls": len(self.external_urls),

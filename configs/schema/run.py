@@ -216,9 +216,10 @@ class RunConfig(Section):
     @rule
     def _older_tokens_are_corrected_for(self) -> None:
         rollout = self.rollout
-        if rollout.oldest_trained > 0 and not self.algorithm.corrects_for_lag:
+        oldest = rollout.oldest_trained if rollout.draws_surplus else rollout.weights_lag
+        if oldest > 0 and not self.algorithm.corrects_for_lag:
             aged = rollout.max_age or rollout.pipeline == "streaming"
-            option, value = ("max_age", rollout.oldest_trained) if aged else ("lag", rollout.weights_lag)
+            option, value = ("max_age", oldest) if aged else ("lag", rollout.weights_lag)
             leaves = option == "max_age" and rollout.pipeline != "streaming"
             out = "leave rollout.max_age out" if leaves else "set rollout.pipeline=sync"
             raise ValueError(
@@ -322,7 +323,7 @@ class RunConfig(Section):
     def _the_learning_rate_falls_within_the_run(self) -> None:
         training, fall = self.training, self.training.lr_wsd_decay_iters
         total = self.rollout.num_rollout * training.num_steps_per_rollout
-        if fall is None or training.lr_decay_iters is not None or total == 0:
+        if fall is None or training.lr_decay_style != "WSD" or training.lr_decay_iters is not None or total == 0:
             return
         if fall > total - warmup_steps(training, total):
             raise ValueError(

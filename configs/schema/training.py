@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from cairn.configs.schema.base import EngineOptions, Section, Text, rule
-from cairn.configs.schema.effect import CRITIC
+from cairn.configs.schema.effect import CRITIC, When, read, when
 
 # Schedules of learning rate and weight decay, by Megatron's names, and the rules for their options.
 
@@ -24,18 +24,13 @@ def warmup_steps(config: "TrainingConfig", total_steps: int) -> float:
 
 
 def schedule_problem(config: "TrainingConfig") -> str | None:
-    """Return a sentence on schedule options that contradict each other or have no effect; None where there are none."""
+    """Return a sentence on schedule options that contradict each other; None where there are none."""
     if config.lr_warmup_fraction is not None and config.lr_warmup_iters:
         return (
             f"lr_warmup_fraction ({config.lr_warmup_fraction}) and lr_warmup_iters ({config.lr_warmup_iters}) exclude "
             "each other: both set the length of the warm-up; leave one of them out"
         )
-    if config.lr_warmup_init and not config.lr_warmup_iters and not config.lr_warmup_fraction:
-        return (
-            f"lr_warmup_init ({config.lr_warmup_init}) has no effect without a warm-up; set lr_warmup_iters, or leave "
-            "it out"
-        )
-    if config.lr_warmup_init > config.lr:
+    if config.warms_up and config.lr_warmup_init > config.lr:
         return f"lr_warmup_init ({config.lr_warmup_init}) is above lr ({config.lr}), where the warm-up ends"
     return _decay_problem(config) or _weight_decay_problem(config)
 
@@ -43,13 +38,6 @@ def schedule_problem(config: "TrainingConfig") -> str | None:
 def _decay_problem(config: "TrainingConfig") -> str | None:
     style, last = config.lr_decay_style, config.lr_wsd_decay_iters
     if style != "WSD":
-        for name in ("lr_wsd_decay_iters", "lr_wsd_decay_style"):
-            value = getattr(config, name)
-            if value is not None:
-                return (
-                    f"{name} ({value}) has no effect while lr_decay_style is {style}; set lr_decay_style=WSD, or leave "
-                    "it out"
-                )
         return None
     if last is None:
         return "lr_decay_style is WSD, which needs lr_wsd_decay_iters: the optimizer steps of the decay at the end"
@@ -64,23 +52,42 @@ def _decay_problem(config: "TrainingConfig") -> str | None:
 def _weight_decay_problem(config: "TrainingConfig") -> str | None:
     style, start, end = config.weight_decay_incr_style, config.start_weight_decay, config.end_weight_decay
     if style == "constant":
-        for name, value in (("start_weight_decay", start), ("end_weight_decay", end)):
-            if value is not None:
-                return (
-                    f"{name} ({value}) has no effect while weight_decay_incr_style is constant; set it to linear or "
-                    "cosine, or leave the other out"
-                )
         return None
     if start is None or end is None:
         return f"weight_decay_incr_style is {style}, which needs start_weight_decay and end_weight_decay: set both"
     if end < start:
         return f"end_weight_decay ({end}) is below start_weight_decay ({start}): weight decay only rises"
-    if config.weight_decay:
-        return (
-            f"weight_decay ({config.weight_decay}) has no effect while weight_decay_incr_style is {style}, which goes "
-            "from start_weight_decay to end_weight_decay; leave it out"
-        )
     return None
+
+
+def _schedule(prefix: str, of: str) -> dict[str, When]:
+    """Return the conditions of the schedules' options in `training`, or in `training.critic`, which takes over what it
+    leaves out."""
+    iters = "training.critic_lr_warmup_iters" if "critic" in prefix else "training.lr_warmup_iters"
+    return {
+        "warm_up": when(f"{of}.warms_up", because="there is no warm-up", remedy=f"set {iters}"),
+        "wsd": When(
+            lambda run: read(run, f"{of}.lr_decay_style") == "WSD",
+            lambda run: f"{prefix}.lr_decay_style is {read(run, f'{of}.lr_decay_style')}",
+            f"set {prefix}.lr_decay_style=WSD",
+        ),
+        "rising": When(
+            lambda run: read(run, f"{of}.weight_decay_incr_style") != "constant",
+            lambda run: f"{prefix}.weight_decay_incr_style is constant",
+            f"set {prefix}.weight_decay_incr_style=linear",
+        ),
+        "steady": When(
+            lambda run: read(run, f"{of}.weight_decay_incr_style") == "constant",
+            lambda run: (
+                f"{prefix}.weight_decay_incr_style is {read(run, f'{of}.weight_decay_incr_style')}, which goes "
+                "from start_weight_decay to end_weight_decay"
+            ),
+            "leave that out",
+        ),
+    }
+
+
+_OWN, _OF_CRITIC = _schedule("training", "training"), _schedule("training.critic", "training.of_critic")
 
 
 class CriticConfig(Section):
@@ -91,7 +98,7 @@ class CriticConfig(Section):
     min_lr: float | None = Field(None, ge=0)
     """`training.min_lr` of the critic."""
 
-    lr_warmup_init: float | None = Field(None, ge=0)
+    lr_warmup_init: Annotated[float | None, _OF_CRITIC["warm_up"]] = Field(None, ge=0)
     """`training.lr_warmup_init` of the critic."""
 
     lr_decay_style: DecayStyle | None = None
@@ -100,22 +107,22 @@ class CriticConfig(Section):
     lr_decay_iters: int | None = Field(None, ge=1)
     """`training.lr_decay_iters` of the critic, in its own optimizer steps."""
 
-    lr_wsd_decay_style: WSDStyle | None = None
+    lr_wsd_decay_style: Annotated[WSDStyle | None, _OF_CRITIC["wsd"]] = None
     """`training.lr_wsd_decay_style` of the critic."""
 
-    lr_wsd_decay_iters: int | None = Field(None, ge=1)
+    lr_wsd_decay_iters: Annotated[int | None, _OF_CRITIC["wsd"]] = Field(None, ge=1)
     """`training.lr_wsd_decay_iters` of the critic."""
 
-    weight_decay: float | None = Field(None, ge=0)
+    weight_decay: Annotated[float | None, _OF_CRITIC["steady"]] = Field(None, ge=0)
     """`training.weight_decay` of the critic."""
 
     weight_decay_incr_style: IncreaseStyle | None = None
     """`training.weight_decay_incr_style` of the critic."""
 
-    start_weight_decay: float | None = Field(None, ge=0)
+    start_weight_decay: Annotated[float | None, _OF_CRITIC["rising"]] = Field(None, ge=0)
     """`training.start_weight_decay` of the critic."""
 
-    end_weight_decay: float | None = Field(None, ge=0)
+    end_weight_decay: Annotated[float | None, _OF_CRITIC["rising"]] = Field(None, ge=0)
     """`training.end_weight_decay` of the critic."""
 
     adam_beta1: float | None = Field(None, ge=0, lt=1)
@@ -165,8 +172,9 @@ class TrainingConfig(Section):
     """Training engine, optimizer and batches."""
 
     engine: Literal["torch", "megatron"] = "torch"
-    """The training engine. `torch`: trains any Hugging Face causal LM, with FSDP2 over more than one rank. `megatron`:
-    trains the model families that it has a mapping for, with every parallelism of megatron-core."""
+    """The training engine. `torch`: trains any Hugging Face causal LM, with FSDP2 over more than one rank; `fsdp` is
+    another name of it. `megatron`: trains the model families that it has a mapping for, with every parallelism of
+    megatron-core. slime: `--train-backend`."""
 
     megatron: EngineOptions = Field(default_factory=dict)
     """Options of megatron-core under their own names, those of `TransformerConfig`, `DistributedDataParallelConfig` and
@@ -191,7 +199,9 @@ class TrainingConfig(Section):
     `recovery.on_divergence`. No effect on CPUs. Megatron: `--deterministic-mode`."""
 
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass. Megatron: `--recompute-granularity full`."""
+    """Recompute activations in the backward pass. Megatron: `--recompute-granularity full`. `recompute_activations` is
+    another name of it for engine `torch`, and for engine `megatron` of `megatron: {recompute_granularity:
+    selective}`."""
 
     global_batch_size: int | None = Field(None, ge=1)
     """Samples per optimizer step; by default the number that follows from `num_steps_per_rollout`. Megatron:
@@ -228,16 +238,16 @@ class TrainingConfig(Section):
     """Length of the warm-up as a share of the decay's steps, in place of `lr_warmup_iters`. Megatron:
     `--lr-warmup-fraction`."""
 
-    lr_warmup_init: float = Field(0.0, ge=0)
+    lr_warmup_init: Annotated[float, _OWN["warm_up"]] = Field(0.0, ge=0)
     """Learning rate at the start of the warm-up. Megatron: `--lr-warmup-init`."""
 
     lr_decay_iters: int | None = Field(None, ge=1)
     """Optimizer steps until `min_lr`, including the warm-up; by default the whole run. Megatron: `--lr-decay-iters`."""
 
-    lr_wsd_decay_style: WSDStyle | None = None
+    lr_wsd_decay_style: Annotated[WSDStyle | None, _OWN["wsd"]] = None
     """Shape of the decay of `WSD`; `exponential` by default. Megatron: `--lr-wsd-decay-style`."""
 
-    lr_wsd_decay_iters: int | None = Field(None, ge=1)
+    lr_wsd_decay_iters: Annotated[int | None, _OWN["wsd"]] = Field(None, ge=1)
     """`WSD`: optimizer steps of its decay, the last of `lr_decay_iters`. Megatron: `--lr-wsd-decay-iters`."""
 
     critic_lr: Annotated[float | None, CRITIC] = Field(None, gt=0)
@@ -248,18 +258,18 @@ class TrainingConfig(Section):
 
     critic: Annotated[CriticConfig, CRITIC] = CriticConfig()
 
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: Annotated[float, _OWN["steady"]] = Field(0.0, ge=0)
     """Decoupled weight decay of matrices. Megatron: `--weight-decay`."""
 
     weight_decay_incr_style: IncreaseStyle = "constant"
     """Shape of the change of weight decay over the run, from `start_weight_decay` to `end_weight_decay`; `constant`
     stays at `weight_decay`. Megatron: `--weight-decay-incr-style`."""
 
-    start_weight_decay: float | None = Field(None, ge=0)
+    start_weight_decay: Annotated[float | None, _OWN["rising"]] = Field(None, ge=0)
     """Weight decay at the start of the run, where `weight_decay_incr_style` is not `constant`. Megatron:
     `--start-weight-decay`."""
 
-    end_weight_decay: float | None = Field(None, ge=0)
+    end_weight_decay: Annotated[float | None, _OWN["rising"]] = Field(None, ge=0)
     """Weight decay at the end of the run, where `weight_decay_incr_style` is not `constant`. Megatron:
     `--end-weight-decay`."""
 
@@ -311,6 +321,11 @@ class TrainingConfig(Section):
             if not pattern:
                 raise ValueError("has an empty text, which is in every name: leave it out")
         return patterns
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether the learning rate rises at the start of the run."""
+        return bool(self.lr_warmup_iters or self.lr_warmup_fraction)
 
     @property
     def of_critic(self) -> "TrainingConfig":

@@ -106,6 +106,7 @@ class Fleet:
         tenure: Tenure | None = None,
         report: Callable[[str], None] = lambda sentence: None,
         trains_only: bool = False,
+        samples_only: bool = False,
     ) -> "Fleet":
         """Start or join the cluster, make all engines at the same time, and wait for them. A run that samples nothing
         has no rollout engine.
@@ -119,6 +120,7 @@ class Fleet:
                 it ends with this process, on a joined cluster too.
             report: called with a sentence on each engine that is lost and replaced, and why.
             trains_only: start the training engine alone, for a caller that samples, scores and publishes nothing.
+            samples_only: start everything but the training engine, for a caller that samples with the initial weights.
 
         Raises:
             BadModel: an engine cannot use the model folder, or its machine has another model there.
@@ -128,12 +130,15 @@ class Fleet:
         """
         config = _with_absolute_paths(config)
         config = _on_the_cluster_of_this_machine(config)
+        if trains_only or samples_only:
+            config = _without_sharing(config)
         if trains_only:
-            config = _without_others(config)
+            config = _without_reward_model(config)
         plan = LaunchPlan(())
         if config.needs_rollout_engines and not trains_only:
             plan = kind_of(config.rollout.engine).plan(config.rollout, config.fleet.offloads_rollout)
         roles = rollout_role, training_role, *others = roles_of(config, plan, total_steps)
+        roles = [role for role in roles if not (samples_only and role is training_role)]
         single = {role.name: role for role in others}
         at_least = config.rollout.min_num_engines if plan.engines else None
         joining = [] if at_least is None else split_by_engine(rollout_role, plan)
@@ -182,7 +187,8 @@ class Fleet:
                 (actor,) = placement.actors(single["reward_model"])
                 reward_model = RewardModelHandle("reward_model", actor, config, model_digests or {})
             scorers = [reward_model] if reward_model else []
-            engines = [*([router] if router else []), *rollout, training, *_workers(rollout), *scorers]
+            trainers = [] if samples_only else [training]
+            engines = [*([router] if router else []), *rollout, *trainers, *_workers(rollout), *scorers]
             started += engines
             for made in engines:
                 made.report = report
@@ -401,12 +407,15 @@ def _on_the_cluster_of_this_machine(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"fleet": fleet})
 
 
-def _without_others(config: RunConfig) -> RunConfig:
-    """Return the configuration for a fleet in which no other engine shares the training engine's GPUs or gets its
+def _without_sharing(config: RunConfig) -> RunConfig:
+    """Return the configuration for a fleet in which the training engine and the others share no GPUs and exchange no
     weights."""
-    alone = {"colocate": False, "offload_train": False, "update_weight_transport": "tensor"}
-    fleet, reward = config.fleet.model_copy(update=alone), config.reward.model_copy(update={"reward_model": None})
-    return config.model_copy(update={"fleet": fleet, "reward": reward})
+    apart = {"colocate": False, "offload_train": False, "offload_rollout": False, "update_weight_transport": "tensor"}
+    return config.model_copy(update={"fleet": config.fleet.model_copy(update=apart)})
+
+
+def _without_reward_model(config: RunConfig) -> RunConfig:
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"reward_model": None})})
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:

@@ -10,17 +10,19 @@ from cairn.flows.cli.evaluation import evaluate, leaderboard
 from cairn.flows.cli.export import bundle, convert, export, unbundle
 from cairn.flows.cli.history import compare, diff, fork, replay, rescore, whatif
 from cairn.flows.cli.housekeeping import delete, gc, probe, verify
+from cairn.flows.cli.importing import RecipeByDefault, import_recipe
 from cairn.flows.cli.plan import plan
 from cairn.flows.cli.query import sql
 from cairn.flows.cli.reading import costs, report, runs, show, status, timeline
 from cairn.flows.cli.sample import episode, lineage
 from cairn.flows.cli.traces import traces
 from cairn.flows.cli.training import resume, train, up, validate
+from cairn.flows.cli.trying import try_recipe
 
 __all__ = ["app"]
 
 GROUPS = {
-    "Run": (train, resume, validate, plan, fork, up),
+    "Run": (train, resume, validate, try_recipe, plan, fork, up),
     "Look": (runs, status, show, episode, lineage, sql, report, costs, timeline),
     "Compare and repeat": (compare, diff, replay, rescore, whatif),
     "Evaluate": (evaluate, leaderboard, benchmarks),
@@ -30,11 +32,17 @@ GROUPS = {
 }
 """Commands by the panel of `cairn --help` that lists them."""
 
+NAMES = {evaluate: "eval", try_recipe: "try"}
+
 for panel, functions in GROUPS.items():
     for function in functions:
-        name = "eval" if function is evaluate else function.__name__
-        app.command(name, rich_help_panel=panel)(command(function))
+        app.command(NAMES.get(function, function.__name__), rich_help_panel=panel)(command(function))
 
-imports = typer.Typer(no_args_is_help=True, help="Import what other trainers recorded.")
+imports = typer.Typer(
+    cls=RecipeByDefault,
+    no_args_is_help=True,
+    help="Import a launch script or a configuration as a recipe: `cairn import run.sh`. Or import recorded samples.",
+)
+imports.command("recipe")(command(import_recipe))
 imports.command()(command(traces))
 app.add_typer(imports, name="import", rich_help_panel="Take in and out")

@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
 from cairn.flows.cli.command import IterationArgument, JsonOption, Root, Shown, bad_input, writing
-from cairn.flows.cli.printing import print_message, print_parts
+from cairn.flows.cli.printing import print_message, print_parts, print_warning
 from cairn.flows.cli.tables import grid, numbers, reporting
 from cairn.flows.cli.training import SetOption
 from cairn.flows.reading.address import Address, iteration_of, newest, parser
@@ -183,7 +183,7 @@ def fork(
     parent = root.ledger(origin.run)
     iteration = iteration_of(parent, origin, newest(Step.TRAIN))
     with bad_input(ValueError):
-        created = forked(parent, iteration, new, overrides or [])
+        created = forked(parent, iteration, new, overrides or [], note=print_warning)
     changed, inputs = differing_options(parent, created), differing_inputs(parent, created)
     options = {name: {"parent": old, "fork": new_value} for name, old, new_value in changed}
     last = created.manifest.config["rollout"]["num_rollout"] - 1  # type: ignore[index, call-overload, operator]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from cairn.flows.cli.command import Shown
+from cairn.flows.cli.printing import print_warning
 from cairn.flows.cli.reading import PriceOption
 from cairn.flows.cli.tables import grid
 from cairn.flows.cli.training import RecipeArgument, SetOption
@@ -66,7 +67,7 @@ def plan(
     if gpus_per_node is not None:
         changes.append(f"rollout.num_gpus_per_node={gpus_per_node}")
     found = plan_recipe(
-        load(recipe, changes),
+        load(recipe, changes, print_warning),
         recipe.stem,
         gpu,
         memory_of_this_machine=psutil.virtual_memory().total,

@@ -17,6 +17,11 @@ def print_stderr(text: str) -> None:
     print(printable(text), file=sys.stderr)
 
 
+def print_warning(sentence: str) -> None:
+    """Print a sentence on what does not stop the command to stderr."""
+    print_stderr(f"warning: {sentence}")
+
+
 def print_message(event: "Event") -> None:
     """Print the text of an event to stderr, if it is a message."""
     from cairn.tasks.durable.events import Message

@@ -16,7 +16,7 @@ from cairn.configs.errors import ConfigError
 from cairn.flows.cli.app import BAD_INPUT, TERMINATED
 from cairn.flows.cli.command import JsonOption, Root, RunArgument, Shown, bad_input
 from cairn.flows.cli.failing import ending_in_box, going_on
-from cairn.flows.cli.printing import print_json, print_parts, print_stderr
+from cairn.flows.cli.printing import print_json, print_parts, print_stderr, print_warning
 from cairn.flows.cli.tables import STATE_STYLES, age, grid, summary_lines
 from cairn.flows.driver.signals import AWAITING_APPROVAL, EXIT_CODE, INTERRUPTED, NOTICES, install_early_handlers
 
@@ -198,7 +198,7 @@ def train(
     changed = [word for override in overrides or [] for word in ("--set", override)]
     words = ["cairn", "train", str(recipe), "--run", name, *changed]
     with ending_in_box(root, name, words):
-        config = with_length(load(recipe, overrides or []))
+        config = with_length(load(recipe, overrides or [], print_warning))
         _drive(root, name, config, takeover, words, json=json)
 
 
@@ -223,7 +223,14 @@ def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False, json:
         _drive(root, run, from_manifest(ledger.manifest.config), takeover, words, ledger, json=json)
 
 
-def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOption = False) -> Shown:
+def validate(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    no_files: Annotated[
+        bool, Option("--no-files", help="Check what needs no model and no data, for a recipe of another machine.")
+    ] = False,
+    json: JsonOption = False,
+) -> Shown:
     """Check a recipe, and print it with every option.
 
     Nothing starts. The command checks the options, their types and their combinations; the model folder and its
@@ -235,24 +242,30 @@ def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOpti
 
     - `cairn validate quickstart`
     - `cairn validate my.yaml --set training.lr=1e-5 --json`
+    - `cairn validate my.yaml --no-files` where the model and the data are on another machine
     """
     from cairn.configs.loader import load
     from cairn.flows.driver.length import with_length
     from cairn.flows.driver.trial import trial_problems
-    from cairn.flows.driver.validation import data_problems, setup_problems
+    from cairn.flows.driver.validation import data_problems, portable_problems, setup_problems
 
     notes: list[str] = []
     try:
-        config = load(recipe, overrides or [])
-        problems = setup_problems(config) or data_problems(config, lambda one: notes.append(f"data: {one}"))
-        problems = problems or trial_problems(config, notes.append)
+        config = load(recipe, overrides or [], notes.append)
+        if no_files:
+            problems = portable_problems(config, notes.append)
+        else:
+            problems = setup_problems(config, notes.append) or data_problems(config, notes.append)
+            problems = problems or trial_problems(config, notes.append)
         if problems:
             raise ConfigError(problems)
-        config = with_length(config)
+        config = config if no_files else with_length(config)
     except ConfigError as error:
         if not json:
+            for note in notes:
+                print_warning(note)
             raise
-        print_json({"valid": False, "problems": list(error.problems)})
+        print_json({"valid": False, "problems": list(error.problems), "notes": notes})
         raise typer.Exit(BAD_INPUT) from None
     resolved = config.model_dump(mode="json")
     return Shown({"valid": True, "config": resolved, "notes": notes}, _resolved(recipe, config, resolved, notes))
@@ -264,11 +277,12 @@ def _resolved(recipe: Path, config: "RunConfig", resolved: Mapping[str, Any], no
 
     yield yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True).removesuffix("\n")
     for note in notes:
-        print_stderr(note)
+        print_warning(note)
     kinds = {"responses": f"prompts × {config.group_size} samples", "preferences": "pairs"}
     rows = kinds.get(config.algorithm.learns_from, config.algorithm.learns_from)
+    length = config.rollout.num_rollout or f"{config.rollout.num_epoch} epochs in"
     print_stderr(
-        f"{recipe} is fine: {config.rollout.num_rollout} iterations of {config.rollout.rollout_batch_size} {rows}, "
+        f"{recipe} is fine: {length} iterations of {config.rollout.rollout_batch_size} {rows}, "
         f"{config.training.num_steps_per_rollout} optimizer step(s) of {config.global_batch_size} samples each"
     )
 

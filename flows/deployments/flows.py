@@ -145,7 +145,8 @@ def train(
     path = recipe_path(recipe)
     # The run's lease records how a person can start the same from a terminal.
     sys.argv = ["cairn", "train", str(path), "--run", name, *(word for one in overrides for word in ("--set", one))]
-    return _driven(open_for_runs(_place(store)), name, load(path, overrides), takeover)
+    config = load(path, overrides, get_run_logger().warning)
+    return _driven(open_for_runs(_place(store)), name, config, takeover)
 
 
 @flow(name="resume", flow_run_name="{run}", persist_result=False)
@@ -189,7 +190,8 @@ def fork(
 
     ledgers = open_for_runs(_place(store))
     if not is_fork(ledgers, new, run, iteration):  # an earlier attempt of this flow run may have made it
-        forked(Ledger.open(ledgers, run), iteration, new, [*options.overrides(), *set_lines(set)])
+        ledger, warn = Ledger.open(ledgers, run), get_run_logger().warning
+        forked(ledger, iteration, new, [*options.overrides(), *set_lines(set)], note=warn)
     return _driven(ledgers, new)
 
 

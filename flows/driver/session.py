@@ -162,6 +162,10 @@ def open_run(
     stored configuration; None uses the stored one. Raises ConfigError, BadData, BadPlugin, RunDiffers and LeaseHeld
     before anything starts, and Withheld where a person must approve the run first.
     """
+
+    def warn(sentence: str) -> None:
+        emit(Message(sentence, "warning"))
+
     config = None if config is None else with_length(config)
     recipe = config
     inputs = None
@@ -169,7 +173,7 @@ def open_run(
         recorded = Ledger.open(store, name)
         inputs = recorded.terms.inputs
         config = recorded_config(recorded) if config is None else config
-    sources = Sources.open(config, inputs)
+    sources = Sources.open(config, inputs, warn)
     with adding_stale_steps(store, name, config, sources.digests):
         ledger = Ledger.create(store, name, config, sources.digests, rules=rules(config))
     require_not_withheld(ledger, config, current_iteration(ledger, config))
@@ -183,9 +187,6 @@ def open_run(
         if needs_restore_point(ledger, config):
             make_restore_point(ledger, config, sources, emit, recipe)
         tenure = Tenure(Claim(ledger.manifest.identity, lease.epoch), lease.check)
-
-        def warn(sentence: str) -> None:
-            emit(Message(sentence, "warning"))
 
         fleet = stack.enter_context(
             starting_fleet(config, fleet_name(store, name), total_steps(ledger, config), sources.digests, tenure, warn)

@@ -56,13 +56,18 @@ class Sources:
     """Digests of all external inputs, including models and user code; the run's manifest fixes them."""
 
     @classmethod
-    def open(cls, config: RunConfig, recorded: Mapping[str, str] | None = None) -> "Sources":
+    def open(
+        cls,
+        config: RunConfig,
+        recorded: Mapping[str, str] | None = None,
+        note: Callable[[str], None] = lambda sentence: None,
+    ) -> "Sources":
         """Open the inputs that a configuration names. `recorded`: stored digests of the run's inputs, see
-        `folder_digest`.
+        `folder_digest`. `note` is called with a sentence on each option without effect.
 
         Raises ConfigError, BadModel, BadData and BadPlugin.
         """
-        problems = setup_problems(config)
+        problems = setup_problems(config, note)
         if problems:
             raise ConfigError(problems)
         tokenizer = load_tokenizer(config.model.path)

@@ -9,9 +9,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from cairn.configs.catalogue import published_config, published_relative
 from cairn.configs.errors import BadData, BadPrompt
 from cairn.configs.kinds import OPTIONS, declared, named
 from cairn.configs.plugins import BadPlugin
@@ -37,13 +39,23 @@ _MOST_RENDERED = 1000
 """Number of training rows that a validation renders at most."""
 
 
-def setup_problems(config: RunConfig) -> list[str]:
+Note = Callable[[str], None]
+"""Called with a sentence on what stops no run, but may surprise."""
+
+
+def _ignore(sentence: str) -> None:
+    pass
+
+
+def setup_problems(config: RunConfig, note: Note = _ignore) -> list[str]:
     """Return sentences on problems with the model folders, the lengths against the context, and user code. Reads no
-    data."""
-    problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config)]
+    data. `note` is called with a sentence on each option without effect."""
+    problems = [*_model_problems(config), *_plugin_problems(config), *kind_of(config.rollout.engine).problems(config)]
+    for sentence in (*_unread_server_options(config), *_unread_grader_options(config)):
+        note(sentence)
     problems += _image_problems(config)
     readable = [path for path in config.model.folders.values() if _is_readable(path)]
-    problems += _grader_problems(config)
+    problems += _grader_problems(config, note)
     if config.model.path in readable:
         problems += [*_stop_token_problems(config), *_top_k_problems(config)]
     problems += [*placement_problems(config), *weight_problems(config), *tracking_problems(config.tracking)]
@@ -82,7 +94,31 @@ def setup_problems(config: RunConfig) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
-def data_problems(config: RunConfig, note: Callable[[str], None] = lambda sentence: None) -> list[str]:
+def portable_problems(config: RunConfig, note: Note = _ignore) -> list[str]:
+    """Return sentences on problems that show without the files of models and data, as for a recipe of another machine.
+
+    The training engine's options are checked against the published config of a model with the folder's name, where
+    there is one. `note` as in `setup_problems`, and called where there is none.
+    """
+    problems = [*_plugin_problems(config), *_grader_problems(config, note)]
+    problems += [*kind_of(config.rollout.engine).layout_problems(config.rollout)]
+    for sentence in (*_unread_server_options(config), *_unread_grader_options(config)):
+        note(sentence)
+    problems += [*placement_problems(config), *weight_problems(config)]
+    if config.training.engine == "megatron":
+        from cairn.engines.plan.tensors import config_of
+        from cairn.engines.training.megatron.options import model_problems
+
+        relative = published_relative(Path(config.model.path).name)
+        published = None if relative is None else published_config(relative)
+        if published is None:
+            note(f"model.path: there is no published model {Path(config.model.path).name!r} to check the layout with")
+        else:
+            problems += model_problems(config.training, config_of(published).get_text_config())
+    return list(dict.fromkeys(problems))
+
+
+def data_problems(config: RunConfig, note: Note = _ignore) -> list[str]:
     """Return sentences on problems with the data files. Reads every row, and renders at most 1000 training rows. Files
     at other URLs are only opened by the run.
 
@@ -113,7 +149,7 @@ def data_problems(config: RunConfig, note: Callable[[str], None] = lambda senten
     return problems
 
 
-def _render_some(data: PromptData | MixedData | DemonstrationData, note: Callable[[str], None]) -> None:
+def _render_some(data: PromptData | MixedData | DemonstrationData, note: Note) -> None:
     """Render at most `_MOST_RENDERED` rows, evenly spaced. Raises BadData where no row yields a prompt, or a row would
     end the run."""
     count = min(len(data), _MOST_RENDERED)
@@ -126,7 +162,7 @@ def _render_some(data: PromptData | MixedData | DemonstrationData, note: Callabl
     if len(refused) == count:
         raise BadData(f"none of {count} rows gives a prompt; the first: {refused[0]}")
     if refused:
-        note(f"{len(refused)} of {count} rows give no prompt, and a run skips them; the first: {refused[0]}")
+        note(f"data: {len(refused)} of {count} rows give no prompt, and a run skips them; the first: {refused[0]}")
 
 
 def _model_problems(config: RunConfig) -> Iterator[str]:
@@ -267,12 +303,11 @@ def _length_problems(config: RunConfig, path: str, context: int) -> Iterator[str
             )
 
 
-def _server_problems(config: RunConfig) -> Iterator[str]:
+def _unread_server_options(config: RunConfig) -> Iterator[str]:
     rollout, kind = config.rollout, kind_of(config.rollout.engine)
     for option in dict.fromkeys(option for name in NAMES for option in kind_of(name).options):
         if option not in kind.options and getattr(rollout, option):
-            yield f"rollout.{option} is set, but rollout.engine is {rollout.engine}, which does not read it"
-    yield from kind.problems(config)
+            yield f"rollout.{option} has no effect while rollout.engine is {rollout.engine}; leave it out"
 
 
 def _plugin_problems(config: RunConfig) -> Iterator[str]:
@@ -293,7 +328,6 @@ def _plugin_problems(config: RunConfig) -> Iterator[str]:
     except BadPlugin as error:
         if str(error) not in reported:
             yield f"reward: {error}"
-    yield from _unread_grader_options(config)
     for index, benchmark in enumerate(config.eval.benchmarks):
         if benchmark.rm_type is not None:
             try:
@@ -307,19 +341,26 @@ def _unread_grader_options(config: RunConfig) -> Iterator[str]:
     used = {own, *(benchmark.rm_type for benchmark in config.eval.benchmarks)}
     for option, name in (("rm_url", "remote_rm"), *((name, name) for name in ("judge", "code", "reward_model"))):
         if getattr(config.reward, option) is not None and name not in used:
-            what = f"reward.{option} is set, which only the grader {name} reads"
-            yield f"{what}: set reward.rm_type={name}, or leave it out"
+            yield (
+                f"reward.{option} has no effect, since only the grader {name} reads it; set reward.rm_type={name}, or "
+                "leave it out"
+            )
+    if config.reward.rm_api_key_env is not None and "remote_rm" not in used:
+        yield "reward.rm_api_key_env has no effect, since only the grader remote_rm reads it; leave it out"
+
+
+def _spent_row_problems(config: RunConfig) -> Iterator[str]:
+    own = config.reward.rm_type if config.reward.custom_rm_path is None else None
     if own == "reward_model" and config.data.get_samples_path is not None:
         yield (
             "reward.rm_type is reward_model, which reads the rows of the data again, but data.get_samples_path "
             f"({config.data.get_samples_path}) yields each only once: use data in files, or another grader"
         )
-    if config.reward.rm_api_key_env is not None and "remote_rm" not in used:
-        yield "reward.rm_api_key_env is set, which only the grader remote_rm reads: leave it out"
 
 
-def _grader_problems(config: RunConfig) -> Iterator[str]:
-    """Report actions that graders do not support, and options that they do not read."""
+def _grader_problems(config: RunConfig, note: Note) -> Iterator[str]:
+    """Report actions that graders do not support, and note options that they do not read."""
+    yield from _spent_row_problems(config)
     benchmarks = config.eval.benchmarks
     configured = [config.reward, *(config.reward.of(b.rm_type) for b in benchmarks if b.rm_type is not None)]
     if not config.samples_responses:  # only evaluations are graded
@@ -331,7 +372,8 @@ def _grader_problems(config: RunConfig) -> Iterator[str]:
     try:
         for grader in graders:
             require_findable_answer(grader.name)
-        yield from unread_options(config.reward, graders)
+        for sentence in unread_options(config.reward, graders):
+            note(sentence)
     except BadPlugin as error:
         yield f"reward: {error}"
 

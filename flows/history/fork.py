@@ -1,6 +1,6 @@
 """`fork`: create a run that shares another's iterations up to one of them, and continues with other options."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cairn.configs.errors import BadInput, ConfigError
 from cairn.configs.loader import from_manifest, inherit
@@ -32,15 +32,17 @@ def fork(
     overrides: Sequence[str] = (),
     reason: str | None = None,
     recipe: RunConfig | None = None,
+    note: Callable[[str], None] = lambda sentence: None,
 ) -> Ledger:
     """Create the run `name`, which shares iterations 0 to `iteration` of `parent`, in the parent's store.
 
     Writes one small file and copies nothing. `overrides` are `a.b=value`, applied to the parent's configuration;
-    `reason` is recorded in the fork's manifest; `recipe` is the parent's recipe, where the user passed one. The parent
-    may be running. Raises CannotFork, ConfigError, Retired, BeingDeleted, BadModel, BadData and BadPlugin.
+    `reason` is recorded in the fork's manifest; `recipe` is the parent's recipe, where the user passed one; `note` is
+    called with a sentence on each option without effect. The parent may be running. Raises CannotFork, ConfigError,
+    Retired, BeingDeleted, BadModel, BadData and BadPlugin.
     """
     parent.manifest.require_own("weights and no configuration to fork from")
-    config = with_length(require_trusted(inherit(parent.manifest.config, overrides), parent.store, recipe))
+    config = with_length(require_trusted(inherit(parent.manifest.config, overrides, note), parent.store, recipe))
     layout.check_name(name, "run")
     _check_shared_iterations(parent, iteration)
     _check_remaining_iterations(parent, iteration, config)

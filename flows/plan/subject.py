@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 
-from cairn.configs.catalogue import CPU, Hardware, hardware, published_config, published_names
+from cairn.configs.catalogue import CPU, Hardware, hardware, published_config, published_names, published_relative
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.models.folders import context_length
 from cairn.engines.plan.peaks import peak_tflops
@@ -249,7 +249,8 @@ def planned_model(path: str) -> tuple[Model, str]:
         except (ValueError, BadModel) as error:
             raise BadModel(f"{file} cannot be read: {error}") from error
         return model_of(config), str(file)
-    stored = published_config(folder.name)
+    relative = published_relative(folder.name)
+    stored = None if relative is None else published_config(relative)
     if stored is None:
         near = get_close_matches(folder.name, published_names(), 1)
         meant = f" (nearest: {near[0]})" if near else ""
@@ -257,7 +258,8 @@ def planned_model(path: str) -> tuple[Model, str]:
             f"model.path is {path}, which has no config.json, and Cairn does not know a published model named "
             f"{folder.name!r}{meant}: use a folder in Hugging Face format, or the name of a published model"
         )
-    return model_of(config_of(stored)), f"the published config of {folder.name}"
+    other = "" if relative == folder.name else f", whose architecture {folder.name} is taken to have"
+    return model_of(config_of(stored)), f"the published config of {relative}{other}"
 
 
 def subject_of(

@@ -28,7 +28,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
 from cairn.tasks.data.prompts import Check, PromptData, PromptRow
-from cairn.tasks.data.stream import Draw, GroupResult, StatefulPrompts, draw, drawn_so_far, usable_row
+from cairn.tasks.data.stream import Draw, GroupResult, StatefulPrompts, draw, drawn_so_far, row_at, usable_row
 
 # Several data sets, drawn from by weight.
 
@@ -81,9 +81,10 @@ class MixedData:
         tokenizer: Any,
         check: Check | None = None,
         tools: list[Any] | None = None,
+        workers: int = 0,
     ) -> "MixedData":
         """Open each source as `PromptData.open` does."""
-        return cls(sources, [PromptData.open(one, one.path, tokenizer, check, tools) for one in sources])
+        return cls(sources, [PromptData.open(one, one.path, tokenizer, check, tools, workers) for one in sources])
 
     @property
     def path(self) -> str:
@@ -155,6 +156,10 @@ def draw_mixed(
         rows.append(replace(one.rows[0], group_id=drawn))
         place["position"], place["owed"] = one.cursor, place["owed"] - 1
         drawn, passed_over = drawn + 1, passed_over + one.passed_over
+    for part in data.parts:
+        n, place = len(part), left[part.name]["position"]
+        ahead = min(n, sum(part.start <= row.index < part.start + n for row in rows))
+        part.data.prepare(row_at(one, n, f"{seed}/{part.name}", shuffle) for one in range(place, place + ahead))
     return Draw(rows, {"drawn": drawn, "sources": left}, passed_over)
 
 
@@ -198,7 +203,16 @@ def _in_order(
             data, cursor, count, seed=seed, shuffle=shuffle, max_prompt_len=max_prompt_len, without=without
         )
     position = drawn_so_far(cursor)  # ids of groups continue where a fork has another kind of data
-    return draw(data, position, count, seed=seed, shuffle=shuffle, max_prompt_len=max_prompt_len, without=without)
+    return draw(
+        data,
+        position,
+        count,
+        seed=seed,
+        shuffle=shuffle,
+        max_prompt_len=max_prompt_len,
+        without=without,
+        prepare=data.prepare,
+    )
 
 
 def _with_curriculum(

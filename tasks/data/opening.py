@@ -39,13 +39,13 @@ def open_data(config: RunConfig, tokenizer: Any, check: Check | None = None) -> 
     Args:
         check: called with the metadata of each row of prompts, for example `cairn.tasks.grading.graders.row_check`.
     """
-    data = config.data
+    data, workers = config.data, config.rollout.num_data_workers
     if config.samples_responses and data.get_samples_path is not None:
         return StatefulPrompts(data, tokenizer, template_tools(config.rollout), partial(values_read, config))
     if config.samples_responses and data.mixture:
-        return MixedData.open(data.mixture, tokenizer, check, template_tools(config.rollout))
+        return MixedData.open(data.mixture, tokenizer, check, template_tools(config.rollout), workers)
     if config.samples_responses:
-        return PromptData.open(data, data.path, tokenizer, check, template_tools(config.rollout))
+        return PromptData.open(data, data.path, tokenizer, check, template_tools(config.rollout), workers)
     from cairn.engines.models.folders import (  # PyTorch takes seconds to import
         check_model_folder,
         context_length,

@@ -4,7 +4,8 @@ import base64
 import binascii
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -273,9 +274,12 @@ class PromptData(OverRows):
         tokenizer: Any,
         images: RowImages | None = None,
         tools: list[Any] | None = None,
+        workers: int = 0,
     ) -> None:
-        """Create the data set. `tools`: default tools for the chat template."""
+        """Create the data set. `tools`: default tools for the chat template. `workers`: threads of `prepare`."""
         super().__init__(rows)
+        self._pool = ThreadPoolExecutor(workers, "data") if workers else None
+        self._prepared: dict[int, Future[PromptRow]] = {}
         self._tools = tools
         self._tokenizer = tokenizer
         self._format = format
@@ -289,6 +293,7 @@ class PromptData(OverRows):
         tokenizer: Any,
         check: Check | None = None,
         tools: list[Any] | None = None,
+        workers: int = 0,
     ) -> "PromptData":
         """Open what the data source provides for `path`, and check every row: see `open_rows`.
 
@@ -298,6 +303,7 @@ class PromptData(OverRows):
             tokenizer: a Hugging Face tokenizer.
             check: an additional check of every row.
             tools: default tools for the chat template.
+            workers: threads that make prompts ahead.
         """
         require_template(format, tokenizer)
         required = {format.input_key: "input_key"}
@@ -324,16 +330,27 @@ class PromptData(OverRows):
         rows = open_rows(format.data_source_path, path, required, optional, check_row, pictures)
         if images is not None:
             images.end_checks(path)
-        return cls(rows, format, tokenizer, images, tools)
+        return cls(rows, format, tokenizer, images, tools, workers)
 
     @property
     def fingerprint(self) -> str:
         """SHA-256, in hex, of all that the data source provides, and of the images that its rows name."""
         return super().fingerprint if self._images is None else self._images.fingerprint(super().fingerprint)
 
+    def prepare(self, indices: Iterable[int]) -> None:
+        """Begin to make the prompts of rows that will be asked for next, in threads of their own. A prompt depends on
+        its row alone, so it is the same as if it were made later."""
+        if self._pool is not None:
+            prepared = self._prepared
+            self._prepared = {one: prepared.get(one) or self._pool.submit(self._row, one) for one in indices}
+
     def row(self, index: int) -> PromptRow:
         """Read, render and tokenize the row at `index`. Raises BadPrompt if the chat template rejects it, it is empty,
         or it contains something that is not text."""
+        prepared = self._prepared.pop(index, None)
+        return self._row(index) if prepared is None else prepared.result()
+
+    def _row(self, index: int) -> PromptRow:
         where = f"{self.path}, row {index + 1}"
         row = self._rows.read(index)
         prompt, label, metadata, tools = _fields(row, self._format, where)

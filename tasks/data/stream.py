@@ -7,7 +7,7 @@ row at every position. So the cursor is all that a run has to store, and it is t
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import isclass
 from pathlib import Path
@@ -96,6 +96,12 @@ def order(seed: int | str, epoch: int, n: int) -> np.ndarray:
     return permutation
 
 
+def row_at(position: int, n: int, seed: int | str, shuffle: bool) -> int:
+    """Return the row at a position of the stream over `n` rows."""
+    epoch, place = divmod(position, n)
+    return int(order(seed, epoch, n)[place]) if shuffle else place
+
+
 def usable_row(data: Source[AnyRow], index: int, max_prompt_len: int | None) -> AnyRow | None:
     """Return the row at `index`; None without a usable prompt, or where it is longer than `max_prompt_len` tokens."""
     try:
@@ -114,8 +120,9 @@ def draw(
     shuffle: bool,
     max_prompt_len: int | None,
     without: Collection[int] = (),
+    prepare: Callable[[Iterable[int]], None] | None = None,
 ) -> Draw[AnyRow]:
-    """Return the next `count` prompts after `cursor`.
+    """Return the next `count` prompts after `cursor`. `prepare` is called with the rows at the positions after them.
 
     Skips prompts longer than `max_prompt_len` tokens, rows without a usable prompt, and those of `without`. A pure
     function of its arguments. A draw may span any number of epochs.
@@ -127,8 +134,7 @@ def draw(
     rows: list[AnyRow] = []
     position, last_used, shortest, refusal = cursor, cursor - 1, None, None
     while len(rows) < count:
-        epoch, place = divmod(position, n)
-        index = int(order(seed, epoch, n)[place]) if shuffle else place
+        index = row_at(position, n, seed, shuffle)
         try:
             row = None if index in without else data.row(index)
         except BadPrompt as error:
@@ -136,7 +142,7 @@ def draw(
         if row is not None:
             length = len(row.prompt_ids)
             if max_prompt_len is None or length <= max_prompt_len:
-                rows.append(replace(row, group_id=position, epoch=epoch))
+                rows.append(replace(row, group_id=position, epoch=position // n))
                 last_used = position
             else:
                 shortest = length if shortest is None else min(shortest, length)
@@ -151,6 +157,8 @@ def draw(
                 f"{data.path}: every prompt is longer than {max_prompt_len} tokens (the shortest has {shortest}): "
                 "raise rollout_max_prompt_len, lower rollout_max_response_len, or use a model with a longer context"
             )
+    if prepare is not None:
+        prepare(row_at(later, n, seed, shuffle) for later in range(position, position + min(count, n)))
     return Draw(rows, position, position - cursor - len(rows), None if refusal is None else str(refusal))
 
 

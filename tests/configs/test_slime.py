@@ -5,17 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from cairn.configs.counterparts import counterparts
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import load, options
 from cairn.configs.schema.run import RunConfig
-from cairn.configs.slime import counterparts
 
 NAMES = {option.name: option for option in options(RunConfig)}
 SECTIONS = {name.rpartition(".")[0] for name in NAMES}
 
 
 def test_every_flag_has_a_counterpart_that_there_is_or_a_reason() -> None:
-    assert len(counterparts()) == 223  # `add_argument` and `reset_arg` of slime/utils/arguments.py, each name once
+    declared = [flag for flag in counterparts().values() if flag.group != "In slime's guides"]
+    assert len(declared) == 223  # `add_argument` and `reset_arg` of slime/utils/arguments.py, each name once
     for flag in counterparts().values():
         assert set(flag.options) <= NAMES.keys() | SECTIONS, flag.flag
         assert bool(flag.options or flag.how) != bool(flag.why), flag.flag

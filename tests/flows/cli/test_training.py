@@ -57,11 +57,36 @@ def test_validate_prints_json_for_machines(recipe: Path) -> None:
     assert result.exit_code == 2
     assert json.loads(result.stdout) == {
         "valid": False,
+        "notes": [],
         "problems": [
             "training.lr is 0; it must be greater than 0",
             "trianing is not a section; did you mean training?",
         ],
     }
+
+
+def test_an_option_without_effect_is_left_out_with_a_warning(recipe: Path) -> None:
+    idle = ("--set", "algorithm.tis_clip=3.0")
+    text = "algorithm.tis_clip (3.0) has no effect while algorithm.use_tis is false"
+    for command in ("validate", "plan"):
+        result = cairn(command, recipe, *idle)
+        assert result.exit_code == 0
+        assert result.stderr.startswith(f"warning: {text}")
+    answer = json.loads(cairn("validate", recipe, *idle, "--json").stdout)
+    assert answer["notes"][0].startswith(text)
+    assert answer["config"]["algorithm"]["tis_clip"] == 2.0
+    assert load(recipe, ["algorithm.tis_clip=3.0"]) == load(recipe)
+
+
+def test_validate_without_files_checks_what_needs_none(recipe: Path, tmp_path: Path) -> None:
+    elsewhere = ("--no-files", "--set", f"model.path={tmp_path}/Qwen3-4B", "--set", "data.path=there.jsonl")
+    assert cairn("validate", recipe, *elsewhere).exit_code == 0
+    layout = ("--set", "training.engine=megatron", "--set", "training.world_size=16")
+    heads = "training.megatron={tensor_model_parallel_size: 16, attention_dropout: 0.1}"
+    result = cairn("validate", recipe, *elsewhere, *layout, "--set", heads)
+    assert result.exit_code == 2
+    assert "which must divide the model's 32 attention heads and 8 key-value heads" in result.stderr
+    assert "training.megatron.attention_dropout cannot be set" in result.stderr
 
 
 def test_validate_looks_at_model_and_data_too(recipe: Path, tmp_path: Path) -> None:

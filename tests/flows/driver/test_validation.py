@@ -17,6 +17,7 @@ from cairn.flows.driver.validation import data_problems, setup_problems
 from examples.quickstart.model import build_model, build_tokenizer
 from tests.architectures import architecture
 from tests.engines.training.builders import model_folder
+from tests.mistakes import mistakes
 from tests.quantized_models import fp8_folder, mxfp4_folder
 from tests.tables import cases
 
@@ -265,7 +266,9 @@ def test_training_rows_are_rendered_and_those_that_give_no_prompt_are_told(model
     notes: list[str] = []
     assert data_problems(config(model, data), notes.append) == []
     (note,) = notes
-    assert note.startswith(f"1 of 2 rows give no prompt, and a run skips them; the first: {data}, row 2: the chat")
+    assert note.startswith(
+        f"data: 1 of 2 rows give no prompt, and a run skips them; the first: {data}, row 2: the chat"
+    )
     data.write_text(bad)
     (problem,) = data_problems(config(model, data))
     assert problem.startswith(f"data: none of 1 rows gives a prompt; the first: {data}, row 1: the chat template")
@@ -430,8 +433,9 @@ def test_servers_that_run_elsewhere_need_no_sglang_here_and_take_no_options(
     sections = {"fleet": {"update_weight_transport": "distributed"}}
     assert setup_problems(config(model, data, rollout=elsewhere, **sections)) == []
     assert any("SGLang is not installed" in found for found in setup_problems(config(model, data, rollout=base)))
-    with pytest.raises(ConfigError, match="sglang has no effect on the servers of external_urls"):
-        config(model, data, rollout=elsewhere | {"sglang": {"tp_size": 2}}, **sections)
+    own = elsewhere | {"sglang": {"tp_size": 2}}
+    assert config(model, data, rollout=own, **sections).rollout.sglang == {}
+    assert "rollout.sglang has no effect while rollout.external_urls names servers" in mistakes(rollout=own, **sections)
 
 
 def test_what_servers_of_quantised_weights_cannot_do_is_named(data: Path, tmp_path: Path) -> None:

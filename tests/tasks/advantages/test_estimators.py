@@ -254,7 +254,7 @@ def test_a_response_that_was_cut_is_worth_what_the_critic_expects_and_not_its_re
         ({"advantage_estimator": "rloo", "gamma": 0.9}, "has no effect while algorithm.advantage_estimator is rloo"),
     ],
 )
-def test_what_an_estimator_does_not_read_is_refused(options: dict[str, Any], says: str) -> None:
+def test_what_an_estimator_does_not_read_is_said(options: dict[str, Any], says: str) -> None:
     assert re.search(says, mistakes(algorithm=options))
 
 

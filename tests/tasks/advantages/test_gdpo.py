@@ -163,7 +163,7 @@ def test_samples_that_were_graded_before_a_reward_was_named_are_told_in_a_senten
         ({"advantage_estimator": "gdpo", "gdpo_reward_keys": ["a"], "kl_coef": 0.1}, "kl_coef .* has no effect"),
     ],
 )
-def test_options_without_effect_or_sense_are_refused(options: dict[str, object], message: str) -> None:
+def test_options_without_effect_or_sense_are_said(options: dict[str, object], message: str) -> None:
     assert re.search(message, mistakes(algorithm=options))
 
 

@@ -165,9 +165,9 @@ def test_groups_that_failed_are_not_counted(config: RunConfig, tmp_path: Path) -
             {"custom_generate_function_path": "turns.py:generate"},
             r"while rollout.custom_generate_function_path is turns.py",
         ),
-        ({"cut_tokens": LENGTH}, r"cut_tokens \(60\) has no effect while rollout_max_response_len is 60: .* lower"),
+        ({"cut_tokens": LENGTH}, r"cut_tokens \(60\) has no effect while no response is longer than .*; lower it"),
     ],
 )
-def test_where_it_would_cut_nothing_it_is_refused(options: dict[str, object], message: str) -> None:
+def test_where_it_would_cut_nothing_it_is_said(options: dict[str, object], message: str) -> None:
     rollout = {**PARTIAL, "cut_tokens": CUT, **options}
     assert re.search(message, mistakes(rollout=rollout, algorithm={"use_tis": True}))

@@ -177,7 +177,6 @@ def test_a_model_of_text_is_given_no_images(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"multimodal_keys": {"video": "clips"}}, "only images can be read"),
-        ({"max_pixels": 4096}, "have no effect without multimodal_keys"),
         ({"multimodal_keys": {"image": "i"}, "min_pixels": 9, "max_pixels": 4}, "is above max_pixels"),
     ],
 )

@@ -132,5 +132,5 @@ def test_the_corpus_of_search_counts_in_what_a_run_is_made_from(tiny_assets, tmp
         ({"custom_generate_function_path": "tool_calls"}, "tools names none"),
     ],
 )
-def test_options_that_nothing_would_read_are_refused(options, message):
+def test_options_that_nothing_would_read_are_said(options, message):
     assert re.search(message, mistakes(rollout=options))

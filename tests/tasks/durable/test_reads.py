@@ -35,6 +35,7 @@ UNREAD = CHANGES_NO_BITS | {
     "rollout.num_epoch": "how many iterations there are, which num_rollout says too where a run is made",
     "rollout.num_engines": "each serves what was published, and that it does is verified",
     "rollout.min_num_engines": "which engines serve when, and each serves what was published",
+    "rollout.num_data_workers": "each prompt is the same whichever thread makes it, and when",
     "rollout.num_episode_workers": "each sample is the same whichever worker runs its code",
     "rollout.async_buffer_size": "when prompts are admitted, and not which",
     "rollout.update_weights_interval": "which weights sample a token; it is recorded with each",

@@ -65,7 +65,7 @@ def test_a_run_s_rewards_have_it_and_its_evaluations_do_not(tiny_assets: Path, t
     assert {reward for table in evals for reward in table.column("reward").to_pylist()} == {1.0}
 
 
-def test_options_without_effect_or_sense_are_refused(tiny_assets: Path) -> None:
+def test_options_without_effect_or_sense_are_said(tiny_assets: Path) -> None:
     message = "reward.overlong_penalty_factor (2.0) has no effect while reward.overlong_buffer_len is null; set it to"
     assert message in mistakes(reward={"overlong_penalty_factor": 2.0})
     with pytest.raises(Exception, match=r"overlong_buffer_len \(99\) is above rollout\.rollout_max_response_len"):

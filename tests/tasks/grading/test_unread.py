@@ -40,7 +40,8 @@ def graders(tmp_path: Path) -> Path:
 
 def problems(assets: Path, reward: dict[str, Any], **sections: Any) -> list[str]:
     config = tiny_config(assets, reward={"custom_rm_path": None, **reward}, **sections)
-    return setup_problems(config)
+    notes: list[str] = []
+    return setup_problems(config, notes.append) + notes
 
 
 @pytest.mark.parametrize(

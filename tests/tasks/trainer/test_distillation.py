@@ -142,7 +142,7 @@ def test_a_server_gives_log_probs_of_what_the_policy_samples_from_or_is_refused(
         ),
     ],
 )
-def test_what_cannot_have_an_effect_is_refused(model: dict[str, Any], algorithm: dict[str, Any], says: str) -> None:
+def test_what_cannot_have_an_effect_is_said(model: dict[str, Any], algorithm: dict[str, Any], says: str) -> None:
     assert re.search(says, mistakes(model=model, algorithm=algorithm))
 
 

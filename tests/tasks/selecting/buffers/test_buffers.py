@@ -100,7 +100,7 @@ def rollout(**options: Any) -> RolloutConfig:
         ),
     ],
 )
-def test_a_policy_without_effect_is_refused(options: dict[str, Any], message: str) -> None:
+def test_a_policy_without_effect_is_said(options: dict[str, Any], message: str) -> None:
     assert re.search(message, mistakes(rollout={"rollout_batch_size": 2, **options}))
 
 
