@@ -3,7 +3,8 @@
 class Reader {
   constructor(samples) {
     this.samples = samples
-    this.tokens = null
+    this.tokens = null // of all samples that have them in a report
+    this.asked = new Map() // promises of tokens and turns from a board, by the samples' keys
     this.row = null
     this.colouring = null
     this.turns = new Map()
@@ -13,18 +14,44 @@ class Reader {
 
   offerColourings() {
     const chooser = find("#colouring")
-    chooser.append(...this.tokens.colourings.map(({ name, title }) => make("option", { value: name }, title)))
-    chooser.addEventListener("change", () => {
-      this.colouring = this.tokens.colourings.find(({ name }) => name === chooser.value) ?? null
+    const offered = Array.from(chooser.options, ({ value }) => value)
+    const more = this.tokens.colourings.filter(({ name }) => !offered.includes(name))
+    chooser.append(...more.map(({ name, title }) => make("option", { value: name }, title)))
+    if (chooser.onchange) return
+    chooser.onchange = () => {
+      this.colouring = COLOURINGS.find(({ name }) => name === chooser.value) ?? null
       this.read(this.row)
-    })
+    }
     this.colouring = this.tokens.colourings[0] ?? null
     if (this.colouring) chooser.value = this.colouring.name
   }
 
-  takeTurns(block) {
-    for (let i = 0; i < block.rows; i++) this.turns.set(block.row.get(i), block.pieces.get(i))
+  takeDetails(tokens, turns) {
+    this.tokens = tokens
+    for (let i = 0; i < turns.rows; i++) this.turns.set(turns.row.get(i), turns.pieces.get(i))
+  }
+
+  // Gets tokens and turns of a sample from the board, unless another one is read by then.
+  async ask(row) {
+    const { samples } = this
+    const key = samples.key(row)
+    if (!this.asked.has(key)) {
+      await new Promise((go) => setTimeout(go, 120)) // keys may run through many samples
+      if (this.row == null || samples.key(this.row) !== key) return
+      this.asked.set(key, askDetails(samples, row))
+      if (this.asked.size > 200) this.asked.delete(this.asked.keys().next().value)
+    }
+    const details = await this.asked.get(key)
+    if (!details) return this.asked.delete(key)
+    if (this.row == null || samples.key(this.row) !== key) return
+    details.tokens.begins = new Map([[this.row, details.tokens.begins.get(0)]])
+    this.turns.clear()
+    if (details.turns != null) this.turns.set(this.row, details.turns)
+    this.tokens = details.tokens
+    this.offerColourings()
+    this.readResponse(this.row)
     this.readTurns(this.row)
+    this.markWords()
   }
 
   // Turn by turn, the calls of tools folded.
@@ -69,10 +96,12 @@ class Reader {
     this.readTurns(row)
     this.readGroup(row)
     this.markWords()
+    if (samples.source) this.ask(row)
   }
 
   readResponse(row) {
-    const { samples, tokens, colouring } = this
+    const { samples, tokens } = this
+    const colouring = tokens?.colourings.includes(this.colouring) ? this.colouring : null
     const box = tokens?.response(row, colouring)
     find("#colours").replaceChildren(...(box && colouring ? [tokens.legend(colouring)] : []))
     find("#colouring-unit").textContent = box && colouring ? colouring.unit : ""
@@ -85,7 +114,7 @@ class Reader {
     }
     find("#sample-response").replaceChildren(make("div", { class: "plain", dir: "auto" }, ...visible(samples.response(row))))
     const cut = samples.rows.cut != null && samples.rows.response_cut.get(row) ? " The response is longer than shown." : ""
-    find("#sample-note").textContent = tokens ? `Tokens are shown of ${plural(tokens.samples.rows, "sample")} of this run, not of this one.${cut}` : ""
+    find("#sample-note").textContent = tokens && !samples.source ? `Tokens are shown of ${plural(tokens.samples.rows, "sample")} of this run, not of this one.${cut}` : ""
   }
 
   readGroup(row) {

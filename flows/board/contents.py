@@ -1,0 +1,236 @@
+"""The contents of a run's page, kept up to date: what a report has, from commits that are read once.
+
+Commits and metrics of complete iterations stay in memory. What needs them all at once (costs, balance, the fates of all
+groups) is computed again only after ten times as long as it took, so that a long run's page costs a tenth of the time.
+"""
+
+import threading
+import time
+from base64 import b64encode
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cairn.flows.board.reader import RunReader
+from cairn.flows.reading.balance import measured
+from cairn.flows.reading.costs import run_costs
+from cairn.flows.reading.episodes import Texts
+from cairn.flows.reading.metrics import read_iterations
+from cairn.flows.reading.views import RunState, RunStatus
+from cairn.flows.report.content import curves_block, detail_blocks, run_values, sample_blocks, token_texts
+from cairn.flows.report.data import (
+    Choice,
+    Iteration,
+    Samples,
+    history_of,
+    iteration_of,
+    read_groups,
+    read_samples,
+    read_tokens,
+)
+from cairn.flows.report.page import render_content
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.ledger import Ledger
+
+SAMPLES = 1000
+"""Number of samples that a page shows at first: those of the newest iterations that have so many."""
+MOST_SAMPLES = 20_000
+"""Number of samples that a page shows at most."""
+_LARGEST = 12_000_000
+"""Size of the samples of one answer in bytes at most."""
+_ANSWERS = 4
+"""Number of ranges of iterations whose samples stay in memory."""
+
+Value = TypeVar("Value")
+
+
+def silent(what: str, done: int, of: int) -> None:
+    """Report no progress."""
+
+
+class Lately(Generic[Value]):
+    """A value that is computed again after ten times as long as that took."""
+
+    def __init__(self) -> None:
+        self._value: Value | None = None
+        self._of: object = None
+        self._next = 0.0
+
+    def get(self, of: object, compute: Callable[[], Value]) -> Value:
+        """Return the value; it may be that of an earlier `of`."""
+        began = time.monotonic()
+        if self._value is None or (of != self._of and began >= self._next):
+            self._value, self._of = compute(), of
+            self._next = time.monotonic() + 9 * (time.monotonic() - began)
+        return self._value
+
+    def is_late(self, of: object) -> bool:
+        """Whether the value is that of an earlier `of`."""
+        return of != self._of
+
+
+class RunContents:
+    """What the page of one run shows. Thread-safe: one answer at a time is computed."""
+
+    def __init__(self, reader: RunReader, price: float | None = None) -> None:
+        self.reader = reader
+        self._price = price
+        self._lock = threading.RLock()
+        self._read: dict[int, list[Commit]] = {}
+        """Commits of complete iterations."""
+        self._known: dict[int, Iteration] = {}
+        self._costs, self._balance, self._groups = Lately[Any](), Lately[Any](), Lately[pa.Table]()
+        self._curves = b""
+        self._values: dict[str, Any] = {}
+        self._tag = ""
+        self._samples: OrderedDict[str, Samples] = OrderedDict()
+        self._texts: Texts | None = None
+
+    def values(self) -> tuple[str, Mapping[str, Any]]:
+        """Return the values of the page's template, and a tag that differs when they do."""
+        with self._lock:
+            version = self.reader.version
+            late = any(one.is_late(version) for one in (self._costs, self._balance, self._groups))
+            if not self._tag or not self._tag.startswith(f"{version}-") or late:
+                self._compute(version)
+            return self._tag, self._values
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a page that is open shows anew."""
+        _, values = self.values()
+        return {
+            "title": f"{values['title']} – Cairn board",
+            "content": render_content(values),
+            "actions": offered(self.reader.status),
+            **self.curves(),
+        }
+
+    def curves(self) -> dict[str, Any]:
+        """Return the curves alone."""
+        self.values()
+        return {"blocks": _packed({"curves": self._curves})}
+
+    def samples_tag(self, first: int | None, last: int | None) -> str:
+        """Return the tag of the samples of some iterations, without reading them."""
+        return f"{self.reader.samples_version}-{first}-{last}"
+
+    def samples(self, first: int | None, last: int | None) -> dict[str, Any]:
+        """Return the samples of the iterations from `first` to `last`, by default of the newest."""
+        with self._lock:
+            ledger = self._ledger()
+            low, high = self._newest(ledger, SAMPLES) if first is None or last is None else (first, last)
+            samples = self._samples_of(ledger, low, high)
+            rows = samples.rows
+            notes = list(samples.notes)
+            if rows.num_rows > MOST_SAMPLES:
+                rows = rows.slice(rows.num_rows - MOST_SAMPLES)
+                notes.append(f"These are {rows.num_rows:,} samples of them, the last ones: name fewer iterations.")
+            bounds = pc.min_max(rows.column("iteration")).as_py() if rows.num_rows else {"min": low, "max": high}
+            why = np.full(rows.num_rows, Choice.ALL, np.uint8)
+            blocks, cut = sample_blocks(Samples(rows), why, _LARGEST)
+            if cut is not None:
+                notes.append(f"Responses are cut at {cut:,} characters in the table; the one that is read is whole.")
+            newest = "the newest; name others below. " if first is None or last is None else ""
+            head = f"Samples of iterations {bounds['min']} to {bounds['max']}, {newest}" if rows.num_rows else ""
+            head += "Keys: / searches, j and k (or the arrows in the table) move between samples."
+            return {"blocks": _packed(blocks), "bounds": [bounds["min"], bounds["max"]], "notes": [head, *notes]}
+
+    def tokens(self, iteration: int, group: int, index: int) -> dict[str, Any]:
+        """Return tokens and turns of one sample. Raises LookupError if there is no such sample."""
+        with self._lock:
+            ledger = self._ledger()
+            samples = self._samples_of(ledger, iteration, iteration)
+            keys = (("iteration", iteration), ("group_id", group), ("sample_index", index))
+            rows = samples.rows
+            for name, value in keys:
+                rows = rows.filter(pc.equal(rows.column(name), value))
+            if not rows.num_rows:
+                raise LookupError(f"iteration {iteration} has no sample {index} of group {group}")
+            one = Samples(rows.slice(0, 1))
+            tokens = read_tokens(ledger, one, [0], silent)
+            self._texts = self._texts or token_texts(ledger, one, tokens)
+            return {"blocks": _packed(detail_blocks(ledger, one, np.zeros(1, np.int64), tokens, self._texts))}
+
+    def _compute(self, version: int) -> None:
+        ledger, status, config = self._ledger(), self.reader.status, self.reader.config
+        assert config is not None
+        numbers = ledger.iterations()
+        read = list(self._iterations(ledger, numbers))
+        for commits in read:
+            if commits and commits[0].iteration < status.iterations and commits[0].iteration not in self._read:
+                self._read[commits[0].iteration] = commits
+                if (one := iteration_of(commits, config)) is not None:
+                    self._known[one.number] = one
+        costs = self._costs.get(version, lambda: run_costs(ledger, self._price, read))
+        history = history_of(ledger, read, costs, self._known)
+        balance = self._balance.get(version, lambda: (measured(ledger, config, status.iterations, self._iterations),))
+        groups = self._groups.get(version, lambda: read_groups(ledger))
+        samples = sum(
+            int(commit.metrics.get("samples", 0)) for c in read for commit in c if commit.step is Step.ROLLOUT
+        )
+        self._curves = curves_block(history, groups, config).to_bytes()
+        values = run_values(ledger, status, history, groups, samples, balance[0], None)
+        nothing = {"count": 0, "note": "", "first": "", "last": "", "all_shown": True, "notes": ()}
+        live = {"source": f"/data/runs/{ledger.run}"}
+        self._values = {**values, "live": live, "samples": nothing}
+        self._tag = f"{version}-{time.monotonic_ns()}"
+
+    def _iterations(self, ledger: Ledger, numbers: Iterable[int]) -> Iterable[list[Commit]]:
+        """Yield the commits of each iteration; reads those that are not in memory."""
+        wanted = list(numbers)
+        unread = [number for number in wanted if number not in self._read]
+        fresh = dict(zip(unread, read_iterations(ledger, unread), strict=True))
+        return [self._read.get(number) or fresh[number] for number in wanted]
+
+    def _samples_of(self, ledger: Ledger, first: int, last: int) -> Samples:
+        for known, samples in reversed(self._samples.items()):
+            version, low, high = map(int, known.split())
+            if version == self.reader.samples_version and low <= first and last <= high:
+                return samples
+        samples = read_samples(ledger, silent, first, last)
+        self._samples[f"{self.reader.samples_version} {first} {last}"] = samples
+        while len(self._samples) > _ANSWERS:
+            self._samples.popitem(last=False)
+        return samples
+
+    def _newest(self, ledger: Ledger, count: int) -> tuple[int, int]:
+        """Return the newest iterations that have so many samples."""
+        config = self.reader.config
+        assert config is not None
+        last = ledger.last_iteration() or 0
+        each = self._known[last - 1].metrics.get("rollout/samples", 0) if last - 1 in self._known else 0
+        each = each or config.samples_per_rollout
+        return max(0, last + 1 - max(2, -(-count // max(1, int(each))))), last
+
+    def _ledger(self) -> Ledger:
+        ledger = self.reader.ledger
+        if ledger is None:
+            raise LookupError(f"run {self.reader.run!r} cannot be read: it is {self.reader.status.state}")
+        return ledger
+
+
+def offered(status: RunStatus) -> dict[str, Any]:
+    """Return what a person may decide about a run now."""
+    allowed = []
+    if status.state in (RunState.WAITING, RunState.REJECTED):
+        allowed.append("approve")
+    if status.state is RunState.WAITING:
+        allowed.append("reject")
+    if (
+        status.driver is not None
+        and status.driver.outcome is None
+        and status.state in (RunState.RUNNING, RunState.WAITING)
+    ):
+        allowed.append("cancel")
+    newest = status.iterations - 1
+    if newest >= 0 and status.num_rollout > 1:
+        allowed.append("fork")
+    return {"run": status.run, "allowed": allowed, "iteration": max(newest, 0), "name": f"{status.run}-fork"}
+
+
+def _packed(blocks: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: b64encode(data).decode() for name, data in blocks.items()}

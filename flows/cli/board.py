@@ -1,0 +1,41 @@
+"""Commands that show runs while they are at work: board, watch."""
+
+from typing import Annotated
+
+from typer import Option
+
+from cairn.flows.cli.command import Root
+from cairn.flows.cli.printing import print_stderr, say
+from cairn.flows.cli.reading import PriceOption
+
+
+def board(
+    root: Root,
+    host: Annotated[
+        str, Option("--host", metavar="ADDRESS", help="Address to listen on; everyone who can reach it sees all runs.")
+    ] = "127.0.0.1",
+    port: Annotated[int, Option("--port", min=0, max=65535, help="Port of the page; 0 uses a free one.")] = 4201,
+    price: PriceOption = None,
+) -> None:
+    """Show all runs of a store in a browser, live: a table, curves over each other, samples as they come. Until Ctrl-C.
+
+    The page of a run is its report, kept up to date: a new iteration appears within a second of its commit. The address
+    that is printed has a token after `#`. With it the page also cancels, forks, approves and rejects; without it the
+    page only shows. The board reads the store, and only while somebody looks. `cairn up` serves one too.
+
+    Examples:
+
+    - `cairn board`
+    - `cairn board --store s3://bucket/experiments --port 8000 --price 2.50`
+    - `ssh -L 4201:localhost:4201 machine`, for the board of another machine
+    """
+    from cairn.flows.board.serving import address, listen, new_token, serve
+    from cairn.flows.orchestration.server import is_loopback
+
+    store = root.store
+    listener, token = listen(host, port), new_token()
+    if not is_loopback(host):
+        print_stderr(f"everyone who can reach {host} sees prompts, samples and configurations: restrict access")
+    say(f"the board of {store.url}: {address(listener, token)}")
+    print_stderr("the part after # is a token: only who has it may change anything; Ctrl-C stops the board")
+    serve(store, listener, token, price)
