@@ -12,8 +12,10 @@ The token is sent in a header that only the page itself can set.
 """
 
 import secrets
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from starlette.applications import Starlette
@@ -62,6 +64,7 @@ class Board:
         return Starlette(
             routes=[
                 Route("/", self._all_page),
+                Route("/favicon.ico", lambda request: Response(status_code=204)),
                 Route("/runs/{run}", self._run_page),
                 Route("/data/runs", self._all),
                 Route("/data/machine", self._machine),
@@ -87,11 +90,12 @@ class Board:
     def _all_page(self, request: Request) -> Response:
         parts = (("runs", "Runs"), ("curves", "Curves"))
         live = {"source": "/data/runs"}
-        facts = {"title": "Runs", "content": "runs.html", "live": live, "parts": parts, "made": made(self.reader.store)}
+        facts = {"name": "Cairn", "content": "runs.html", "live": live, "parts": parts, "made": made(self.reader.store)}
         return _page(facts)
 
     def _run_page(self, request: Request) -> Response:
         _, values = self._run(request).values()
+        _prepare_tokenizers()
         return _page(values)
 
     def _all(self, request: Request) -> Response:
@@ -148,6 +152,16 @@ class Board:
         while len(self._contents) > _RUNS_IN_MEMORY:
             self._contents.popitem(last=False)
         return contents
+
+
+@cache
+def _prepare_tokenizers() -> None:
+    """Begin to load what the texts of tokens need: it takes seconds."""
+
+    def load() -> None:
+        from transformers import AutoTokenizer  # noqa: F401
+
+    threading.Thread(target=load, name="tokenizers", daemon=True).start()
 
 
 def _page(values: Mapping[str, Any]) -> Response:

@@ -79,7 +79,8 @@ class RunContents:
     def __init__(self, reader: RunReader, price: float | None = None) -> None:
         self.reader = reader
         self._price = price
-        self._lock = threading.RLock()
+        self._lock, self._reading, self._opening = (threading.RLock() for _ in range(3))
+        """Locks of the values, of the samples, and of the tokenizer, which takes seconds to load."""
         self._read: dict[int, list[Commit]] = {}
         """Commits of complete iterations."""
         self._known: dict[int, Iteration] = {}
@@ -87,7 +88,7 @@ class RunContents:
         self._curves = b""
         self._values: dict[str, Any] = {}
         self._tag = ""
-        self._samples: OrderedDict[str, Samples] = OrderedDict()
+        self._samples: OrderedDict[tuple[int, int, int], Samples] = OrderedDict()
         self._texts: Texts | None = None
 
     def values(self) -> tuple[str, Mapping[str, Any]]:
@@ -103,7 +104,7 @@ class RunContents:
         """Return what a page that is open shows anew."""
         _, values = self.values()
         return {
-            "title": f"{values['title']} – Cairn board",
+            "title": f"{values['name']} – Cairn board",
             "content": render_content(values),
             "actions": offered(self.reader.status),
             **self.curves(),
@@ -120,40 +121,41 @@ class RunContents:
 
     def samples(self, first: int | None, last: int | None) -> dict[str, Any]:
         """Return the samples of the iterations from `first` to `last`, by default of the newest."""
-        with self._lock:
-            ledger = self._ledger()
-            low, high = self._newest(ledger, SAMPLES) if first is None or last is None else (first, last)
-            samples = self._samples_of(ledger, low, high)
-            rows = samples.rows
-            notes = list(samples.notes)
-            if rows.num_rows > MOST_SAMPLES:
-                rows = rows.slice(rows.num_rows - MOST_SAMPLES)
-                notes.append(f"These are {rows.num_rows:,} samples of them, the last ones: name fewer iterations.")
-            bounds = pc.min_max(rows.column("iteration")).as_py() if rows.num_rows else {"min": low, "max": high}
-            why = np.full(rows.num_rows, Choice.ALL, np.uint8)
-            blocks, cut = sample_blocks(Samples(rows), why, _LARGEST)
-            if cut is not None:
-                notes.append(f"Responses are cut at {cut:,} characters in the table; the one that is read is whole.")
-            newest = "the newest; name others below. " if first is None or last is None else ""
-            head = f"Samples of iterations {bounds['min']} to {bounds['max']}, {newest}" if rows.num_rows else ""
-            head += "Keys: / searches, j and k (or the arrows in the table) move between samples."
-            return {"blocks": _packed(blocks), "bounds": [bounds["min"], bounds["max"]], "notes": [head, *notes]}
+        ledger = self._ledger()
+        is_newest = first is None or last is None
+        low, high = self._newest(ledger, SAMPLES) if first is None or last is None else (first, last)
+        samples = self._samples_of(ledger, low, high)
+        own = samples.rows.column("iteration")
+        rows = samples.rows.filter(pc.and_(pc.greater_equal(own, low), pc.less_equal(own, high)))
+        notes = list(samples.notes)
+        if rows.num_rows > MOST_SAMPLES:
+            rows = rows.slice(rows.num_rows - MOST_SAMPLES)
+            notes.append(f"Only the last {MOST_SAMPLES:,} samples are listed: name fewer iterations.")
+        blocks, cut = sample_blocks(Samples(rows), np.full(rows.num_rows, Choice.ALL, np.uint8), _LARGEST)
+        if cut is not None:
+            notes.append(f"Responses in the table are cut at {cut:,} characters.")
+        bounds = list(pc.min_max(rows.column("iteration")).as_py().values()) if rows.num_rows else [low, high]
+        head = ""
+        if rows.num_rows:
+            head = "Iteration" if bounds[0] == bounds[1] else "Iterations"
+            head += " " + " to ".join(map(str, sorted(set(bounds))))
+            head += ", the newest; name others below. " if is_newest else ". "
+        head += "Keys: / searches, j and k (or the arrows in the table) move between samples."
+        return {"blocks": _packed(blocks), "bounds": bounds, "notes": [head, *notes]}
 
     def tokens(self, iteration: int, group: int, index: int) -> dict[str, Any]:
         """Return tokens and turns of one sample. Raises LookupError if there is no such sample."""
-        with self._lock:
-            ledger = self._ledger()
-            samples = self._samples_of(ledger, iteration, iteration)
-            keys = (("iteration", iteration), ("group_id", group), ("sample_index", index))
-            rows = samples.rows
-            for name, value in keys:
-                rows = rows.filter(pc.equal(rows.column(name), value))
-            if not rows.num_rows:
-                raise LookupError(f"iteration {iteration} has no sample {index} of group {group}")
-            one = Samples(rows.slice(0, 1))
-            tokens = read_tokens(ledger, one, [0], silent)
+        ledger = self._ledger()
+        rows = self._samples_of(ledger, iteration, iteration).rows
+        for name, value in (("iteration", iteration), ("group_id", group), ("sample_index", index)):
+            rows = rows.filter(pc.equal(rows.column(name), value))
+        if not rows.num_rows:
+            raise LookupError(f"iteration {iteration} has no sample {index} of group {group}")
+        one = Samples(rows.slice(0, 1))
+        tokens = read_tokens(ledger, one, [0], silent)
+        with self._opening:
             self._texts = self._texts or token_texts(ledger, one, tokens)
-            return {"blocks": _packed(detail_blocks(ledger, one, np.zeros(1, np.int64), tokens, self._texts))}
+        return {"blocks": _packed(detail_blocks(ledger, one, np.zeros(1, np.int64), tokens, self._texts))}
 
     def _compute(self, version: int) -> None:
         ledger, status, config = self._ledger(), self.reader.status, self.reader.config
@@ -187,15 +189,16 @@ class RunContents:
         return [self._read.get(number) or fresh[number] for number in wanted]
 
     def _samples_of(self, ledger: Ledger, first: int, last: int) -> Samples:
-        for known, samples in reversed(self._samples.items()):
-            version, low, high = map(int, known.split())
-            if version == self.reader.samples_version and low <= first and last <= high:
-                return samples
-        samples = read_samples(ledger, silent, first, last)
-        self._samples[f"{self.reader.samples_version} {first} {last}"] = samples
-        while len(self._samples) > _ANSWERS:
-            self._samples.popitem(last=False)
-        return samples
+        """Return the samples of these iterations, and maybe of others around them."""
+        with self._reading:
+            now = self.reader.samples_version
+            for (version, low, high), samples in self._samples.items():
+                if version == now and low <= first and last <= high:
+                    return samples
+            samples = self._samples[now, first, last] = read_samples(ledger, silent, first, last)
+            while len(self._samples) > _ANSWERS:
+                self._samples.popitem(last=False)
+            return samples
 
     def _newest(self, ledger: Ledger, count: int) -> tuple[int, int]:
         """Return the newest iterations that have so many samples."""

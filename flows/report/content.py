@@ -71,7 +71,7 @@ def run_values(
     """
     config = from_manifest(ledger.manifest.config)
     return {
-        "title": ledger.run,
+        "name": ledger.run,
         "content": "run.html",
         "live": None,
         "run": run_facts(status, config, history),

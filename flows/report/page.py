@@ -125,14 +125,16 @@ def chosen_panels(metrics: Mapping[str, Sequence[float]]) -> list[dict[str, obje
     """Return the panels of a run, with the meaning of each metric, in the form of the page's scripts. Of equal curves,
     only the first is drawn."""
     panels = []
-    for panel in PANELS:
+    for order, panel in enumerate(PANELS):
         curves, drawn = [], list[Sequence[float]]()
         for name, label in panel.curves:
             if name in metrics and (name not in _OFTEN_ZERO or any(metrics[name])) and metrics[name] not in drawn:
                 curves.append({"metric": name, "label": label, "meaning": meaning(name)})
                 drawn.append(metrics[name])
         if curves and (not panel.needs or panel.needs in metrics):
-            panels.append({"title": panel.title, "unit": panel.unit, "curves": curves, "log": panel.log})
+            panels.append(
+                {"title": panel.title, "unit": panel.unit, "curves": curves, "log": panel.log, "order": order}
+            )
     return panels
 
 

@@ -54,15 +54,15 @@ class Runs {
       initialSort: [{ column: "last_commit_at", dir: "desc" }],
       columnDefaults: { headerHozAlign: "left", resizable: false, formatter: plainCell },
       columns: [
-        { title: "", field: "chosen", width: 34, headerSort: false, formatter: node((run) => this.box(run)) },
-        { title: "Run", field: "run", minWidth: 150, widthGrow: 3, formatter: node(runCell) },
-        { title: "State", field: "state", width: 112, formatter: node((run) => make("span", { class: `state ${run.state}` }, run.state)) },
-        { title: "Iterations", field: "progress", width: 120, formatter: node(progressCell) },
-        { title: "Reward", field: "reward", width: 150, ...numeric(), formatter: node(rewardCell) },
-        { title: "Score", field: "score", width: 120, ...numeric(), formatter: node(scoreCell) },
+        { title: "", field: "chosen", width: 48, headerSort: false, formatter: node((run) => this.box(run)) },
+        { title: "Run", field: "run", minWidth: 110, widthGrow: 3, formatter: node(runCell) },
+        { title: "State", field: "state", width: 118, formatter: node((run) => make("span", { class: `state ${run.state}` }, run.state)) },
+        { title: "Iterations", field: "progress", width: 136, formatter: node(progressCell) },
+        { title: "Reward", field: "reward", width: 170, ...numeric(), formatter: node(rewardCell) },
+        { title: "Score", field: "score", width: 84, ...numeric(), formatter: node(scoreCell) },
         { title: "Cost", field: "hours", width: 112, ...numeric(), formatter: node((run) => document.createTextNode(cost(run, priced))) },
         { title: "Reason", field: "reason", minWidth: 110, widthGrow: 2 },
-        { title: "Last commit", field: "last_commit_at", width: 112, sorter: "number", formatter: node((run) => make("span", { class: "since", "data-at": run.last_commit_at ?? "" }, since(run.last_commit_at))) },
+        { title: "Last commit", field: "last_commit_at", width: 122, sorter: "number", formatter: node((run) => make("span", { class: "since", "data-at": run.last_commit_at ?? "" }, since(run.last_commit_at))) },
       ],
     })
     await new Promise((built) => this.table.on("tableBuilt", built))
@@ -82,6 +82,8 @@ class Runs {
     const wide = find("#runs-table").clientWidth
     const shown = { reason: rows.some(({ reason }) => reason) && wide > 900, score: rows.some(({ score }) => score != null) && wide > 760, hours: wide > 700, progress: wide > 560, last_commit_at: wide > 620, state: wide > 360 }
     for (const [field, yes] of Object.entries(shown)) this.table[yes ? "showColumn" : "hideColumn"](field)
+    this.table.getColumn("reward").setWidth(wide > 560 ? 170 : 96)
+    this.table.getColumn("chosen").setWidth(wide > 560 ? 48 : 40)
     this.table.redraw()
   }
 
@@ -114,7 +116,7 @@ class Runs {
     const at = this.chosen.indexOf(run.run)
     const box = make("input", { type: "checkbox", "aria-label": `curves of ${run.run}`, checked: at >= 0 })
     box.addEventListener("change", () => this.choose(run.run, box.checked))
-    return make("label", { class: at >= 0 ? `pick series-${at % COLOURS.length}` : "pick" }, box)
+    return make("label", { class: at >= 0 ? `pick pick-${at % COLOURS.length}` : "pick" }, box)
   }
 
   choose(name, yes) {
@@ -131,7 +133,7 @@ class Runs {
     for (const name of this.chosen) {
       const { version } = this.known.get(name)
       if (this.tags.get(name) === version) continue
-      const answer = await answerOf(await fetch(`/data/${name}/curves`, { cache: "no-store" })).catch(() => null)
+      const answer = await answerOf(await fetch(`/data/runs/${name}/curves`, { cache: "no-store" })).catch(() => null)
       if (!answer || mine !== this.turn) return
       receive(answer.blocks)
       this.curves.set(name, await openBlock("curves"))
@@ -149,7 +151,7 @@ class Runs {
       showFigure(home, panel, along)
       stale.delete(drawn.find((one) => one.element.parentNode === home && one.panel.title === panel.title)?.element)
     }
-    for (const panel of panels.values()) {
+    for (const panel of [...panels.values()].sort((a, b) => a.order - b.order)) {
       const [{ metric, label, meaning }] = panel.curves
       const curves = runs.filter(({ block }) => block[metric]).map(({ name, block }) => ({ label: name, meaning, values: along(xs, block.iteration.values, block[metric].values), colour: this.chosen.indexOf(name) }))
       put({ ...panel, unit: [label, panel.unit].filter(Boolean).join(", "), curves }, xs)
@@ -237,7 +239,7 @@ function showMachine({ host, gpus }) {
   const home = find("#machine")
   home.hidden = !gpus.length
   if (!gpus.length) return
-  const bar = (share, text) => make("span", { class: "gauge" }, make("meter", { min: 0, max: 1, value: share }), ` ${text}`)
+  const bar = (share, text) => make("span", { class: "gauge" }, make("progress", { max: 1, value: share, "aria-hidden": "true" }), ` ${text}`)
   const rows = gpus.map((gpu) =>
     make("li", {}, make("strong", {}, `GPU ${gpu.index}`), make("small", {}, ` ${gpu.name}`), bar(gpu.utilization, `${Math.round(100 * gpu.utilization)} % at work`), bar(gpu.used / gpu.total, `${(gpu.used / 2 ** 30).toFixed(1)} of ${(gpu.total / 2 ** 30).toFixed(0)} GiB`)),
   )
