@@ -39,7 +39,7 @@ _OF_SAMPLES = frozenset({Step.ROLLOUT, Step.REWARD, Step.FILTER, Step.ADVANTAGE}
 
 
 class RunReader:
-    """One run. `look` is called by one thread at a time; the attributes may be read by any."""
+    """One run. Thread-safe."""
 
     def __init__(self, store: Store, run: str) -> None:
         self.store, self.run = store, run
@@ -53,6 +53,8 @@ class RunReader:
         self.curve: dict[int, float] = {}
         """Mean reward by iteration, or the loss of a run that samples nothing."""
         self.device_seconds: float | None = None
+        self.is_read = False
+        self._looking = threading.Lock()
         self._manifest = b""
         self._newest = 0
         self._seen: tuple[Any, ...] = ()
@@ -66,15 +68,18 @@ class RunReader:
 
     def look(self) -> bool:
         """Look at the run; return whether something is new. Raises FileNotFoundError if there is no such run."""
-        manifest = self.store.read(layout.run_manifest(self.run))
-        try:
-            if manifest != self._manifest:
-                self._begin(manifest)
-            return self._look()
-        except (Damaged, ConfigError):
-            return self._is_unreadable(RunState.DAMAGED)
-        except BeingDeleted:
-            return self._is_unreadable(RunState.DELETED)
+        with self._looking:
+            manifest = self.store.read(layout.run_manifest(self.run))
+            try:
+                if manifest != self._manifest:
+                    self._begin(manifest)
+                return self._look()
+            except (Damaged, ConfigError):
+                return self._is_unreadable(RunState.DAMAGED)
+            except BeingDeleted:
+                return self._is_unreadable(RunState.DELETED)
+            finally:
+                self.is_read = True
 
     def _begin(self, manifest: bytes) -> None:
         """Forget everything: the run is new, or another one of this name."""
@@ -149,7 +154,7 @@ class RunReader:
         return {
             "run": self.run,
             "version": self.version,
-            "state": str(status.state),
+            "state": str(status.state) if self.is_read else "",
             "reason": getattr(status, "reason", None),
             "parent": None if status.parent is None else f"{status.parent.run}@{status.parent.iteration}",
             "iterations": status.iterations,
@@ -210,11 +215,9 @@ class StoreReader:
         """Return a run, which is looked at each time from now on as long as it is asked for. Raises FileNotFoundError
         if there is no such run, StoreError."""
         self._ask(name)
-        reader = self._runs.get(name)
-        if reader is None:
-            reader = RunReader(self.store, layout.check_name(name, "run"))
-            if not self._look(reader):
-                raise FileNotFoundError(f"there is no run {name!r} in {self.store.url}")
+        reader = self._runs.get(name) or RunReader(self.store, layout.check_name(name, "run"))
+        if not reader.is_read and not self._look(reader):
+            raise FileNotFoundError(f"there is no run {name!r} in {self.store.url}")
         if reader.ledger is None:
             raise Damaged(f"run {name!r} is {reader.status.state}; see `cairn verify {name}`")
         return reader
@@ -230,14 +233,12 @@ class StoreReader:
         with ThreadPoolExecutor(REQUESTS) as pool:
             self._look_at_all(pool)  # once, for the first viewer
             while not self._over.is_set():
-                began = time.monotonic()
-                if any(map(self._is_wanted, list(self._asked))):
-                    self._look_at_all(pool)
-                else:
+                if not any(map(self._is_wanted, list(self._asked))):
                     self._wanted.clear()
                     self._wanted.wait()
-                took = time.monotonic() - began
-                self._over.wait(max(INTERVAL, took * (1 / SHARE - 1)))
+                began = time.monotonic()
+                self._look_at_all(pool)
+                self._over.wait(max(INTERVAL, (time.monotonic() - began) * (1 / SHARE - 1)))
 
     def _look_at_all(self, pool: ThreadPoolExecutor) -> None:
         try:

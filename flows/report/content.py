@@ -118,7 +118,8 @@ def curves_block(history: History, groups: pa.Table, config: RunConfig) -> Block
         },
         {"title": "Groups of each iteration", "unit": "groups", "home": "#selection-panels", "curves": _parts(fates)},
     ]
-    block.value("panels", chosen_panels({name: values.tolist() for name, values in metrics.items()}))
+    known = {name: [one.metrics.get(name) for one in history.iterations] for name in names}
+    block.value("panels", chosen_panels(known))
     block.value("stacks", [stack for stack in stacks if stack["curves"]])
     trained = list(history.evaluations)
     benchmarks = [

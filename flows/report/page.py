@@ -121,12 +121,12 @@ _OFTEN_ZERO = {"age/mean", "age/max", "train/tis_clipfrac", "train/value_clipfra
 """Metrics that are only drawn where they are not zero throughout."""
 
 
-def chosen_panels(metrics: Mapping[str, Sequence[float]]) -> list[dict[str, object]]:
+def chosen_panels(metrics: Mapping[str, Sequence[float | None]]) -> list[dict[str, object]]:
     """Return the panels of a run, with the meaning of each metric, in the form of the page's scripts. Of equal curves,
     only the first is drawn."""
     panels = []
     for order, panel in enumerate(PANELS):
-        curves, drawn = [], list[Sequence[float]]()
+        curves, drawn = [], list[Sequence[float | None]]()
         for name, label in panel.curves:
             if name in metrics and (name not in _OFTEN_ZERO or any(metrics[name])) and metrics[name] not in drawn:
                 curves.append({"metric": name, "label": label, "meaning": meaning(name)})

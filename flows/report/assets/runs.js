@@ -56,7 +56,7 @@ class Runs {
       columns: [
         { title: "", field: "chosen", width: 48, headerSort: false, formatter: node((run) => this.box(run)) },
         { title: "Run", field: "run", minWidth: 110, widthGrow: 3, formatter: node(runCell) },
-        { title: "State", field: "state", width: 118, formatter: node((run) => make("span", { class: `state ${run.state}` }, run.state)) },
+        { title: "State", field: "state", width: 118, formatter: node((run) => (run.state ? make("span", { class: `state ${run.state}` }, run.state) : document.createTextNode("…"))) },
         { title: "Iterations", field: "progress", width: 136, formatter: node(progressCell) },
         { title: "Reward", field: "reward", width: 170, ...numeric(), formatter: node(rewardCell) },
         { title: "Score", field: "score", width: 84, ...numeric(), formatter: node(scoreCell) },
