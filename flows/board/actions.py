@@ -109,14 +109,13 @@ def _cancelled_by_prefect(run: str, store_url: str) -> bool:
 def _started_by_prefect(run: str, store_url: str) -> bool:
     """Create a flow run of the deployment `resume` for a run; return whether Prefect has the deployment."""
     from prefect.client.orchestration import get_client
-    from prefect.exceptions import ObjectNotFound
-
-    from cairn.flows.deployments.names import DEPLOYMENT
+    from prefect.client.schemas.filters import DeploymentFilter, FlowFilter
 
     with get_client(sync_client=True) as client:
-        try:
-            deployment = client.read_deployment_by_name(f"resume/{DEPLOYMENT}")
-        except ObjectNotFound:
-            return False
-        client.create_flow_run_from_deployment(deployment.id, parameters={"run": run, "store": store_url})
-    return True
+        found = client.read_deployments(
+            flow_filter=FlowFilter.model_validate({"name": {"any_": ["resume"]}}),
+            deployment_filter=DeploymentFilter.model_validate({"tags": {"all_": ["cairn"]}}),
+        )
+        for deployment in found[:1]:
+            client.create_flow_run_from_deployment(deployment.id, parameters={"run": run, "store": store_url})
+    return bool(found)

@@ -2,8 +2,8 @@
 
     python -P -m cairn.flows.board.serving PARENT_PID HOST PORT
 
-The main program is the child of `cairn up`: it prints the board's address with its token when it serves, and ends with
-its parent. `CAIRN_STORE` names the store. Where the port is in use it takes a free one.
+The main program is the child of `cairn up`: it prints the board's address when it serves, and ends with its parent. The
+environment names the store and the token, which other users of the machine do not see there.
 """
 
 import argparse
@@ -19,6 +19,8 @@ from contextlib import closing, suppress
 from cairn.configs.errors import BadInput
 from cairn.storage.store.store import Store
 
+TOKEN = "CAIRN_BOARD_TOKEN"
+"""Environment variable with the token of the child of `cairn up`."""
 NICENESS = 10
 """How far the board stands back from drivers on the same machine."""
 
@@ -37,11 +39,21 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def address(listener: socket.socket, token: str | None = None) -> str:
-    """Return the URL of a board, with its token where one is given."""
+def address(listener: socket.socket) -> str:
+    """Return the URL of a board without a slash at its end."""
     host, port = listener.getsockname()[:2]
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{port}/" + ("" if token is None else f"#token={token}")
+    return f"http://{shown}:{port}"
+
+
+def free_address(host: str, port: int) -> str:
+    """Return the URL of a board that is to be started: at this port, or at another where it is in use."""
+    try:
+        listener = listen(host, port)
+    except BadInput:
+        listener = listen(host, 0)
+    with listener:
+        return address(listener)
 
 
 def new_token() -> str:
@@ -69,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="cairn.flows.board.serving")
     parser.add_argument("parent", type=int, help="id of the process that ends this one with it")
     parser.add_argument("host", help="address to listen on")
-    parser.add_argument("port", type=int, help="port, or another where it is in use")
+    parser.add_argument("port", type=int, help="port to listen at")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then sends SIGTERM
     from cairn.storage.opening import open_store
@@ -80,13 +92,9 @@ def main() -> None:
         os._exit(1)
 
     threading.Thread(target=leave_with_parent, daemon=True).start()
-    try:
-        listener = listen(arguments.host, arguments.port)
-    except BadInput:
-        listener = listen(arguments.host, 0)
-    token = new_token()
-    print(address(listener, token), flush=True)
-    serve(open_store(os.environ["CAIRN_STORE"]), listener, token)
+    listener = listen(arguments.host, arguments.port)
+    print(address(listener), flush=True)
+    serve(open_store(os.environ["CAIRN_STORE"]), listener, os.environ.pop(TOKEN))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,6 @@ def board(
     listener, token = listen(host, port), new_token()
     if not is_loopback(host):
         print_stderr(f"everyone who can reach {host} sees prompts, samples and configurations: restrict access")
-    say(f"the board of {store.url}: {address(listener, token)}")
+    say(f"the board of {store.url}: {address(listener)}/#token={token}")
     print_stderr("the part after # is a token: only who has it may change anything; Ctrl-C stops the board")
     serve(store, listener, token, price)

@@ -53,8 +53,9 @@ def up(
 ) -> None:
     """Operate runs from Prefect's interface: start, watch, cancel, retry, resume, fork and verify them. Until Ctrl-C.
 
-    The command starts Prefect's server over the history of the current folder, serves the deployments, and starts a Ray
-    head that their runs share. PREFECT_API_URL names an existing server to use instead, CAIRN_RAY_ADDRESS a cluster.
+    The command starts Prefect's server over the history of the current folder, serves the deployments and the board of
+    the store (`cairn board`), and starts a Ray head that their runs share. PREFECT_API_URL names an existing server to
+    use instead, CAIRN_RAY_ADDRESS a cluster.
     When the command ends, runs that were started in the interface shut down cleanly, and Retry resumes them. Other runs
     do not depend on it.
 
@@ -77,7 +78,7 @@ def up(
     print_stderr("starting; this takes some seconds")
     running = start(root.url, host=host, port=port, ray=not no_ray)
     try:
-        print_stderr(f"the Prefect UI is at {running.ui_url}; Ctrl-C stops it")
+        print_stderr(f"the Prefect UI is at {running.ui_url}, the board at {running.board_url}; Ctrl-C stops both")
         _show(running)
     finally:
         print_stderr("stopping; drivers release their runs")
@@ -109,6 +110,7 @@ def _table(running: "Up") -> "RenderableType":
 
     parts = grid()
     parts.add_row("Prefect", running.ui_url if running.server else f"{running.ui_url}, as configured")
+    parts.add_row("board", running.board_url)
     parts.add_row("deployments", f"{', '.join(NAMES)} ({running.serving.state})")
     if running.ray is not None:
         parts.add_row("Ray", f"{running.ray_address} ({running.ray.state})")

@@ -44,6 +44,7 @@ from cairn.flows.deployments.forms import (
 from cairn.flows.deployments.names import NAMES
 from cairn.flows.deployments.watching import record_process
 from cairn.flows.events import Event, IterationDone, RunStarted
+from cairn.flows.orchestration.artifacts.pages import board_link
 from cairn.flows.text import slug
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_for_runs, open_store
@@ -303,6 +304,8 @@ def _log(event: Event) -> None:
         (logger.warning if event.level == "warning" else logger.info)(event.text)
     elif isinstance(event, RunStarted):
         logger.info(f"Run {event.run} continues at iteration {event.iteration} of {event.iterations}")
+        for link in board_link(event.run):
+            logger.info(link)
     elif isinstance(event, IterationDone):
         logger.info(f"Iteration {event.iteration} is done")
 
