@@ -5,6 +5,7 @@ new, its status is read again: a few requests, whatever the length of the run.
 """
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -148,7 +149,7 @@ class RunReader:
     def row(self, price: float | None) -> dict[str, Any]:
         """Return the run's row in the table of runs. `price`: of a device for an hour."""
         status, config = self.status, self.config
-        curve = sorted(self.curve.items())
+        curve = sorted((iteration, value) for iteration, value in self.curve.items() if math.isfinite(value))
         step = -(-len(curve) // POINTS) or 1
         spent = self.device_seconds
         return {
@@ -164,13 +165,17 @@ class RunReader:
                 "name": "reward" if config is None or config.samples_responses else "loss",
                 "values": [round(value, 5) for _, value in curve[::-1][::step][::-1]],
             },
-            "scores": {name: scores.last for name, scores in status.eval.items() if scores.last is not None},
+            "scores": {name: scores.last for name, scores in status.eval.items() if _is_known(scores.last)},
             "device": "CPU" if config is None else devices(config).kind,
             "device_hours": None if spent is None else spent / 3600,
             "price": priced(spent, price),
             "recipe": "" if config is None else f"{config.algorithm.advantage_estimator} of {config.model.path}",
             "last_commit_at": status.last_commit_at,
         }
+
+
+def _is_known(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def _step(name: str) -> str:

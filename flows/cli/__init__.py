@@ -2,7 +2,7 @@
 
 from cairn.flows.cli.app import app
 from cairn.flows.cli.benchmarks import benchmarks
-from cairn.flows.cli.board import board
+from cairn.flows.cli.board import board, watch
 from cairn.flows.cli.command import command
 from cairn.flows.cli.decisions import approve, keygen, pin, quarantine, reject, unpin
 from cairn.flows.cli.evaluation import evaluate, leaderboard
@@ -19,6 +19,7 @@ __all__ = ["app"]
 
 LOOKING = (
     board,
+    watch,
     runs,
     status,
     show,

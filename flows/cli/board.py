@@ -2,9 +2,10 @@
 
 from typing import Annotated
 
+import typer
 from typer import Option
 
-from cairn.flows.cli.command import Root
+from cairn.flows.cli.command import FAILED, JsonOption, Root, RunArgument
 from cairn.flows.cli.printing import print_stderr, say
 from cairn.flows.cli.reading import PriceOption
 
@@ -39,3 +40,33 @@ def board(
     say(f"the board of {store.url}: {address(listener)}/#token={token}")
     print_stderr("the part after # is a token: only who has it may change anything; Ctrl-C stops the board")
     serve(store, listener, token, price)
+
+
+def watch(root: Root, run: RunArgument, json: JsonOption = False) -> None:
+    """Watch a run that another process drives: iterations as they are done, the curve, the step and the newest sample.
+
+    The command reads the ledger and disturbs nothing. It ends when the run does, with 1 where the run failed or was
+    interrupted; Ctrl-C ends only the command. With `--json` it prints a line for each iteration, and one for each
+    change of state or step.
+
+    Examples:
+
+    - `cairn watch quickstart` in a second terminal, or on another machine with `--store s3://…`
+    - `cairn watch quickstart --json | jq -c 'select(.iteration) | [.iteration, .reward]'`
+    """
+    from json import dumps
+
+    from cairn.flows.board.reader import RunReader
+    from cairn.flows.board.terminal import lines, show
+    from cairn.flows.reading.views import RunState
+
+    reader = RunReader(root.store, root.ledger(run).run)
+    if json:
+        for line in lines(reader):
+            print(dumps(line), flush=True)
+        state = reader.status.state
+    else:
+        state = show(reader).state
+        say(f"run {run} is {state}, with {reader.status.iterations} of {reader.status.num_rollout} iterations")
+    if state is not RunState.COMPLETED:
+        raise typer.Exit(FAILED)
