@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.text import Text
 
 from cairn.flows.board.reader import RunReader
@@ -54,7 +55,7 @@ class Watch(Progress):
         """Show the newest state."""
         with self._lock:
             before, self.status, self.sample = self.status, status, sample
-            if before is not None and before.state is not status.state:
+            if before is not None and before.state is not status.state and status.state in _GOES_ON:
                 self._print(f"run {status.run} is {status.state}")
             step = None if before is None else (before.iteration, before.step)
             if status.iteration is not None and status.step is not None and step != (status.iteration, status.step):
@@ -77,10 +78,10 @@ class Watch(Progress):
         return Group(*lines)
 
 
-def _folded(text: str, style: str) -> Text:
-    """Return the end of a text on one line, as wide as the terminal: questions and answers stand there."""
+def _folded(text: str, style: str) -> RenderableType:
+    """Return the end of a text without its lines, as wide as the terminal: questions and answers stand there."""
     line = " ".join(printable(text).split())
-    return Text(f"        {'… ' if len(line) > _CHARACTERS else ''}{line[-_CHARACTERS:]}", style, overflow="fold")
+    return Padding(Text(f"{'… ' if len(line) > _CHARACTERS else ''}{line[-_CHARACTERS:]}", style), (0, 0, 0, 8))
 
 
 Looked = tuple[RunStatus, list[list[Commit]], NewestSample | None]

@@ -78,7 +78,8 @@ def up(
     print_stderr("starting; this takes some seconds")
     running = start(root.url, host=host, port=port, ray=not no_ray)
     try:
-        print_stderr(f"the Prefect UI is at {running.ui_url}, the board at {running.board_url}; Ctrl-C stops both")
+        print_stderr(f"the board is at {running.board_url}")
+        print_stderr(f"the Prefect UI is at {running.ui_url}; Ctrl-C stops it")
         _show(running)
     finally:
         print_stderr("stopping; drivers release their runs")

@@ -112,7 +112,7 @@ async function askDetails(samples, row) {
     receive(blocks)
     const tokens = new Tokens(await openBlock("token-samples"), await openBlock("token-values"))
     const turns = await openBlock("turns")
-    return { tokens, turns: turns.rows ? turns.pieces.get(0) : null }
+    return { tokens, place: tokens.begins.get(0), turns: turns.rows ? turns.pieces.get(0) : null }
   } catch {
     return null
   }

@@ -34,17 +34,18 @@ class Reader {
   // Gets tokens and turns of a sample from the board, unless another one is read by then.
   async ask(row) {
     const { samples } = this
-    const key = samples.key(row)
+    const keyOf = (one) => `${samples.key(one)} ${samples.rows.advantage.get(one)} ${samples.fate(one)}` // which may come later
+    const key = keyOf(row)
     if (!this.asked.has(key)) {
       await new Promise((go) => setTimeout(go, 120)) // keys may run through many samples
-      if (this.row == null || samples.key(this.row) !== key) return
+      if (this.row == null || keyOf(this.row) !== key) return
       this.asked.set(key, askDetails(samples, row))
       if (this.asked.size > 200) this.asked.delete(this.asked.keys().next().value)
     }
     const details = await this.asked.get(key)
     if (!details) return this.asked.delete(key)
-    if (this.row == null || samples.key(this.row) !== key) return
-    details.tokens.begins = new Map([[this.row, details.tokens.begins.get(0)]])
+    if (this.row == null || keyOf(this.row) !== key) return
+    details.tokens.begins = new Map([[this.row, details.place]])
     this.turns.clear()
     if (details.turns != null) this.turns.set(this.row, details.turns)
     this.tokens = details.tokens
