@@ -17,6 +17,7 @@ import uvicorn
 
 from cairn.flows.board import reader as reading
 from cairn.flows.board.app import Board
+from cairn.flows.board.contents import RunContents
 from cairn.flows.board.reader import RunReader, StoreReader
 from cairn.flows.board.serving import address, listen
 from cairn.flows.orchestration.server_process import SameOriginOnly
@@ -263,6 +264,22 @@ def test_a_look_reads_only_what_is_new_and_nobody_looking_reads_nothing(
         return not reads
 
     wait_for(is_quiet, 20)
+    store.close()
+
+
+def test_the_board_reads_an_object_store(s3_url: str) -> None:
+    ledger = new_run(s3_url)
+    write_run(ledger, 2)
+    store = StoreReader(open_store(s3_url))
+    contents = RunContents(store.run("toy"))
+    assert "2 of 3 iterations" in contents.facts()["content"]
+    assert contents.samples(None, None)["bounds"] == [0, 1]
+    assert contents.tokens(1, 3, 0)["blocks"].keys() == {"token-samples", "token-values", "turns"}
+    with pytest.raises(LookupError, match="no sample 7 of group 3"):
+        contents.tokens(1, 3, 7)
+    before, _ = contents.values()
+    write_iteration(ledger, 2)
+    wait_for(lambda: contents.values()[0] != before and "3 of 3 iterations" in contents.facts()["content"])
     store.close()
 
 

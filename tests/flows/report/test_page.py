@@ -130,6 +130,14 @@ def test_keys_go_from_sample_to_sample(page: Page) -> None:
     expect(page.locator("#sample-search")).to_be_focused()
 
 
+def test_a_narrow_window_shows_the_report_without_scrolling_sideways(
+    browser: Browser, real: tuple[Report, str]
+) -> None:
+    with visit(browser, real[1], viewport={"width": 400, "height": 800}) as visited:
+        visited.page.locator("html[data-state=ready]").wait_for(state="attached")
+        assert visited.page.evaluate("document.documentElement.scrollWidth") == 400
+
+
 def test_nothing_leaves_the_page_and_nothing_goes_wrong(page: Page, opened: Visit, real: tuple[Report, str]) -> None:
     assert opened.errors == []
     assert [url for url in opened.requests if not url.startswith("blob:")] == [real[1]]
