@@ -88,6 +88,7 @@ class Board:
     # Functions without `async` run in a thread of their own.
 
     def _all_page(self, request: Request) -> Response:
+        _prepare_tokenizers()
         parts = (("runs", "Runs"), ("curves", "Curves"))
         live = {"source": "/data/runs"}
         facts = {"name": "Cairn", "content": "runs.html", "live": live, "parts": parts, "made": made(self.reader.store)}

@@ -146,12 +146,15 @@ class RunContents:
     def tokens(self, iteration: int, group: int, index: int) -> dict[str, Any]:
         """Return tokens and turns of one sample. Raises LookupError if there is no such sample."""
         ledger = self._ledger()
-        rows = self._samples_of(ledger, iteration, iteration).rows
-        for name, value in (("iteration", iteration), ("group_id", group), ("sample_index", index)):
-            rows = rows.filter(pc.equal(rows.column(name), value))
-        if not rows.num_rows:
+        place = {"iteration": iteration, "group_id": group, "sample_index": index}
+        with self._reading:
+            known = [samples.rows for samples in self._samples.values()]
+        found = next((one for rows in known if (one := _row(rows, place)).num_rows), None)
+        if found is None:  # what tokens are found by does not change, so an older table would do
+            found = _row(self._samples_of(ledger, iteration, iteration).rows, place)
+        if not found.num_rows:
             raise LookupError(f"iteration {iteration} has no sample {index} of group {group}")
-        one = Samples(rows.slice(0, 1))
+        one = Samples(found.slice(0, 1))
         tokens = read_tokens(ledger, one, [0], silent)
         with self._opening:
             self._texts = self._texts or token_texts(ledger, one, tokens)
@@ -214,6 +217,12 @@ class RunContents:
         if ledger is None:
             raise LookupError(f"run {self.reader.run!r} cannot be read: it is {self.reader.status.state}")
         return ledger
+
+
+def _row(rows: pa.Table, place: Mapping[str, int]) -> pa.Table:
+    for name, value in place.items():
+        rows = rows.filter(pc.equal(rows.column(name), value))
+    return rows
 
 
 def offered(status: RunStatus) -> dict[str, Any]:

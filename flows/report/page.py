@@ -128,7 +128,9 @@ def chosen_panels(metrics: Mapping[str, Sequence[float | None]]) -> list[dict[st
     for order, panel in enumerate(PANELS):
         curves, drawn = [], list[Sequence[float | None]]()
         for name, label in panel.curves:
-            if name in metrics and (name not in _OFTEN_ZERO or any(metrics[name])) and metrics[name] not in drawn:
+            if name not in metrics or (name in _OFTEN_ZERO and not any(metrics[name])):
+                continue
+            if not any(_adds_nothing(metrics[name], other) for other in drawn):
                 curves.append({"metric": name, "label": label, "meaning": meaning(name)})
                 drawn.append(metrics[name])
         if curves and (not panel.needs or panel.needs in metrics):
@@ -136,6 +138,10 @@ def chosen_panels(metrics: Mapping[str, Sequence[float | None]]) -> list[dict[st
                 {"title": panel.title, "unit": panel.unit, "curves": curves, "log": panel.log, "order": order}
             )
     return panels
+
+
+def _adds_nothing(values: Sequence[float | None], drawn: Sequence[float | None]) -> bool:
+    return all(value is None or value == other for value, other in zip(values, drawn, strict=True))
 
 
 def meaning(name: str) -> str:

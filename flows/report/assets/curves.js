@@ -32,7 +32,8 @@ function figure(panel, xs, { stacked = false, wide = false } = {}) {
   const one = { panel, xs, frame, stacked, element, plot: null }
   one.read = (place) => {
     const { panel, xs } = one
-    at.textContent = xs.length ? `iteration ${xs[place ?? xs.length - 1]}` : ""
+    const whole = place != null || panel.curves.every(({ values }) => values.at(-1) != null)
+    at.textContent = !xs.length ? "" : whole ? `iteration ${xs[place ?? xs.length - 1]}` : "newest values"
     panel.curves.forEach((curve, i) => {
       const given = place == null ? curve.values.findLast((value) => value != null) : curve.values[place]
       readings[i].textContent = number(given)

@@ -4,7 +4,8 @@ class Reader {
   constructor(samples) {
     this.samples = samples
     this.tokens = null // of all samples that have them in a report
-    this.asked = new Map() // promises of tokens and turns from a board, by the samples' keys
+    this.asked = new Map() // promises of tokens and turns from a board
+    this.got = new Map() // those that have come, by the samples' keys
     this.row = null
     this.colouring = null
     this.turns = new Map()
@@ -34,25 +35,38 @@ class Reader {
   // Gets tokens and turns of a sample from the board, unless another one is read by then.
   async ask(row) {
     const { samples } = this
-    const keyOf = (one) => `${samples.key(one)} ${samples.rows.advantage.get(one)} ${samples.fate(one)}` // which may come later
-    const key = keyOf(row)
-    if (!this.asked.has(key)) {
+    const key = samples.key(row)
+    const state = `${key} ${samples.rows.advantage.get(row)} ${samples.fate(row)}` // later steps add to what is known
+    const isRead = () => this.row != null && samples.key(this.row) === key
+    if (!this.asked.has(state)) {
       await new Promise((go) => setTimeout(go, 120)) // keys may run through many samples
-      if (this.row == null || keyOf(this.row) !== key) return
-      this.asked.set(key, askDetails(samples, row))
-      if (this.asked.size > 200) this.asked.delete(this.asked.keys().next().value)
+      if (!isRead()) return
+      this.asked.set(state, askDetails(samples, row))
     }
-    const details = await this.asked.get(key)
-    if (!details) return this.asked.delete(key)
-    if (this.row == null || keyOf(this.row) !== key) return
-    details.tokens.begins = new Map([[this.row, details.place]])
-    this.turns.clear()
-    if (details.turns != null) this.turns.set(this.row, details.turns)
-    this.tokens = details.tokens
+    const details = await this.asked.get(state)
+    if (!details) {
+      this.asked.delete(state)
+      if (isRead()) find("#sample-note").textContent = "Its tokens cannot be read."
+      return
+    }
+    if (this.got.get(key) === details && this.tokens === details.tokens) return
+    this.got.set(key, details)
+    for (const kept of [this.asked, this.got]) if (kept.size > 200) kept.delete(kept.keys().next().value)
+    if (!isRead()) return
+    this.useDetails(this.row)
     this.offerColourings()
     this.readResponse(this.row)
     this.readTurns(this.row)
     this.markWords()
+  }
+
+  // The tokens and turns that the board has sent of a sample.
+  useDetails(row) {
+    const details = this.got.get(this.samples.key(row))
+    if (!details) return
+    details.tokens.begins = new Map([[row, details.place]])
+    this.turns = new Map(details.turns == null ? [] : [[row, details.turns]])
+    this.tokens = details.tokens
   }
 
   // Turn by turn, the calls of tools folded.
@@ -71,6 +85,7 @@ class Reader {
     this.row = row
     if (row == null) return
     const { samples } = this
+    this.useDetails(row)
     const { rows } = samples
     const value = (name) => rows[name].get(row)
     find("#sample-title").replaceChildren(`Iteration ${value("iteration")}, group ${value("group_id")}, sample ${value("sample_index")}`)
@@ -115,7 +130,8 @@ class Reader {
     }
     find("#sample-response").replaceChildren(make("div", { class: "plain", dir: "auto" }, ...visible(samples.response(row))))
     const cut = samples.rows.cut != null && samples.rows.response_cut.get(row) ? " The response is longer than shown." : ""
-    find("#sample-note").textContent = tokens && !samples.source ? `Tokens are shown of ${plural(tokens.samples.rows, "sample")} of this run, not of this one.${cut}` : ""
+    if (samples.source) find("#sample-note").textContent = "Reading its tokens …"
+    else find("#sample-note").textContent = tokens ? `Tokens are shown of ${plural(tokens.samples.rows, "sample")} of this run, not of this one.${cut}` : ""
   }
 
   readGroup(row) {

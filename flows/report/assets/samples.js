@@ -112,7 +112,7 @@ class SampleTable {
       placeholder: "No sample fits the search and the filters.",
       columnDefaults: { headerHozAlign: "left", resizable: false, formatter: plainCell },
       columns: [
-        { title: "Iter.", field: "iteration", width: 54, ...numeric() },
+        { title: "Iter.", field: "iteration", width: 62, ...numeric() },
         { title: "Group", field: "group", width: 66, ...numeric() },
         { title: "Reward", field: "reward", width: 70, ...numeric(3) },
         { title: "Adv.", field: "advantage", width: 62, ...numeric(2) },
