@@ -95,7 +95,7 @@ class Board:
         return _page(facts)
 
     def _run_page(self, request: Request) -> Response:
-        _, values = self._run(request).values()
+        _, values, _ = self._run(request).values()
         _prepare_tokenizers()
         return _page(values)
 
@@ -119,7 +119,8 @@ class Board:
     def _samples(self, request: Request) -> Response:
         contents = self._run(request)
         first, last = (_number(request, name) for name in ("first", "last"))
-        return _answer(request, contents.samples_tag(first, last), lambda: contents.samples(first, last))
+        tag, answer = contents.samples(first, last)
+        return _answer(request, tag, lambda: answer)
 
     def _tokens(self, request: Request) -> Response:
         place = [_number(request, name) for name in ("iteration", "group_id", "sample_index")]

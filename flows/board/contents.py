@@ -1,7 +1,8 @@
 """The contents of a run's page, kept up to date: what a report has, from commits that are read once.
 
-Commits and metrics of complete iterations stay in memory. What needs them all at once (costs, balance, the fates of all
-groups) is computed again only after ten times as long as it took, so that a long run's page costs a tenth of the time.
+Commits and metrics of complete iterations stay in memory. What is computed anew (the page; the samples; costs, balance
+and the fates of all groups, which need the whole run) rests after that for twenty times the CPU time that it took, so
+that each takes a twentieth of a core at most, however long the run is.
 """
 
 import threading
@@ -32,6 +33,7 @@ from cairn.flows.report.data import (
     read_samples,
     read_tokens,
 )
+from cairn.flows.report.facts import configuration_facts
 from cairn.flows.report.page import render_content
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
@@ -42,10 +44,15 @@ MOST_SAMPLES = 20_000
 """Number of samples that a page shows at most."""
 _LARGEST = 12_000_000
 """Size of the samples of one answer in bytes at most."""
-_ANSWERS = 4
+_RANGES = 3
 """Number of ranges of iterations whose samples stay in memory."""
 
+_REST = 19
+"""How much longer than the CPU time of its computation a value rests."""
+
 Value = TypeVar("Value")
+Answer = tuple[str, dict[str, Any]]
+"""Tag, and what is sent."""
 
 
 def silent(what: str, done: int, of: int) -> None:
@@ -53,24 +60,25 @@ def silent(what: str, done: int, of: int) -> None:
 
 
 class Lately(Generic[Value]):
-    """A value that is computed again after ten times as long as that took."""
+    """A value that is computed again where its subject is another, but not too often."""
 
     def __init__(self) -> None:
-        self._value: Value | None = None
         self._of: object = None
+        self._value: Value | None = None
         self._next = 0.0
 
-    def get(self, of: object, compute: Callable[[], Value]) -> Value:
-        """Return the value; it may be that of an earlier `of`."""
-        began = time.monotonic()
-        if self._value is None or (of != self._of and began >= self._next):
-            self._value, self._of = compute(), of
-            self._next = time.monotonic() + 9 * (time.monotonic() - began)
-        return self._value
+    def is_due(self, of: object, changed: bool = False) -> bool:
+        """Whether the value would be computed again."""
+        return self._value is None or ((changed or of != self._of) and time.monotonic() >= self._next)
 
-    def is_late(self, of: object) -> bool:
-        """Whether the value is that of an earlier `of`."""
-        return of != self._of
+    def get(self, of: object, compute: Callable[[], Value], changed: bool = False) -> Value:
+        """Return the value; it may be that of an earlier subject. `changed`: whether this subject has changed."""
+        if self._value is None or self.is_due(of, changed):
+            is_first, began = self._value is None, time.process_time()
+            self._value, self._of = compute(), of
+            if not is_first:  # the first one also loads modules
+                self._next = time.monotonic() + _REST * (time.process_time() - began)
+        return self._value
 
 
 class RunContents:
@@ -85,24 +93,22 @@ class RunContents:
         """Commits of complete iterations."""
         self._known: dict[int, Iteration] = {}
         self._costs, self._balance, self._groups = Lately[Any](), Lately[Any](), Lately[pa.Table]()
-        self._curves = b""
-        self._values: dict[str, Any] = {}
-        self._tag = ""
+        self._configuration: dict[str, Any] | None = None
+        self._values = Lately[tuple[str, dict[str, Any], bytes]]()
+        self._answers: OrderedDict[tuple[int | None, int | None], Lately[Answer]] = OrderedDict()
         self._samples: OrderedDict[tuple[int, int, int], Samples] = OrderedDict()
         self._texts: Texts | None = None
 
-    def values(self) -> tuple[str, Mapping[str, Any]]:
-        """Return the values of the page's template, and a tag that differs when they do."""
+    def values(self) -> tuple[str, Mapping[str, Any], bytes]:
+        """Return a tag that differs when what follows does, the values of the page's template, and the curves."""
         with self._lock:
             version = self.reader.version
-            late = any(one.is_late(version) for one in (self._costs, self._balance, self._groups))
-            if not self._tag or not self._tag.startswith(f"{version}-") or late:
-                self._compute(version)
-            return self._tag, self._values
+            due = any(part.is_due(version) for part in (self._costs, self._balance, self._groups))
+            return self._values.get(version, lambda: self._compute(version), due)
 
     def facts(self) -> dict[str, Any]:
         """Return what a page that is open shows anew."""
-        _, values = self.values()
+        _, values, _ = self.values()
         return {
             "title": f"{values['name']} – Cairn board",
             "content": render_content(values),
@@ -112,15 +118,20 @@ class RunContents:
 
     def curves(self) -> dict[str, Any]:
         """Return the curves alone."""
-        self.values()
-        return {"blocks": _packed({"curves": self._curves})}
+        _, _, curves = self.values()
+        return {"blocks": _packed({"curves": curves})}
 
-    def samples_tag(self, first: int | None, last: int | None) -> str:
-        """Return the tag of the samples of some iterations, without reading them."""
-        return f"{self.reader.samples_version}-{first}-{last}"
+    def samples(self, first: int | None, last: int | None) -> Answer:
+        """Return the samples of the iterations from `first` to `last`, by default of the newest, and their tag."""
+        with self._reading:
+            answer = self._answers.setdefault((first, last), Lately())
+            self._answers.move_to_end((first, last))
+            while len(self._answers) > _RANGES:
+                self._answers.popitem(last=False)
+            version = self.reader.samples_version
+            return answer.get(version, lambda: (f"{version}-{first}-{last}", self._read_samples(first, last)))
 
-    def samples(self, first: int | None, last: int | None) -> dict[str, Any]:
-        """Return the samples of the iterations from `first` to `last`, by default of the newest."""
+    def _read_samples(self, first: int | None, last: int | None) -> dict[str, Any]:
         ledger = self._ledger()
         is_newest = first is None or last is None
         low, high = self._newest(ledger, SAMPLES) if first is None or last is None else (first, last)
@@ -160,7 +171,7 @@ class RunContents:
             self._texts = self._texts or token_texts(ledger, one, tokens)
         return {"blocks": _packed(detail_blocks(ledger, one, np.zeros(1, np.int64), tokens, self._texts))}
 
-    def _compute(self, version: int) -> None:
+    def _compute(self, version: int) -> tuple[str, dict[str, Any], bytes]:
         ledger, status, config = self._ledger(), self.reader.status, self.reader.config
         assert config is not None
         numbers = ledger.iterations()
@@ -177,12 +188,12 @@ class RunContents:
         samples = sum(
             int(commit.metrics.get("samples", 0)) for c in read for commit in c if commit.step is Step.ROLLOUT
         )
-        self._curves = curves_block(history, groups, config).to_bytes()
-        values = run_values(ledger, status, history, groups, samples, balance[0], None)
+        curves = curves_block(history, groups, config).to_bytes()
+        self._configuration = self._configuration or configuration_facts(ledger)
+        values = run_values(ledger, status, history, groups, samples, balance[0], None, self._configuration)
         nothing = {"count": 0, "note": "", "first": "", "last": "", "all_shown": True, "notes": ()}
         live = {"source": f"/data/runs/{ledger.run}"}
-        self._values = {**values, "live": live, "samples": nothing}
-        self._tag = f"{version}-{time.monotonic_ns()}"
+        return f"{version}-{time.monotonic_ns()}", {**values, "live": live, "samples": nothing}, curves
 
     def _iterations(self, ledger: Ledger, numbers: Iterable[int]) -> Iterable[list[Commit]]:
         """Yield the commits of each iteration; reads those that are not in memory."""
@@ -199,7 +210,7 @@ class RunContents:
                 if version == now and low <= first and last <= high:
                     return samples
             samples = self._samples[now, first, last] = read_samples(ledger, silent, first, last)
-            while len(self._samples) > _ANSWERS:
+            while len(self._samples) > _RANGES:
                 self._samples.popitem(last=False)
             return samples
 

@@ -220,7 +220,7 @@ class StoreReader:
         """Return a run, which is looked at each time from now on as long as it is asked for. Raises FileNotFoundError
         if there is no such run, StoreError."""
         self._ask(name)
-        reader = self._runs.get(name) or RunReader(self.store, layout.check_name(name, "run"))
+        reader = self._reader(layout.check_name(name, "run"))
         if not reader.is_read and not self._look(reader):
             raise FileNotFoundError(f"there is no run {name!r} in {self.store.url}")
         if reader.ledger is None:
@@ -252,7 +252,7 @@ class StoreReader:
                 self._forget(name)
             fresh = [name for name in names if name not in self._runs]
             for name in fresh:
-                self._keep(RunReader(self.store, name))
+                self._keep(self._reader(name))
             self._looked.set()
             busy = [name for name in names if name not in fresh and self._is_busy(self._runs[name])]
             idle = [name for name in names if name not in fresh and name not in busy]
@@ -277,10 +277,13 @@ class StoreReader:
             return False
         return True
 
+    def _reader(self, name: str) -> RunReader:
+        with self._changed:
+            return self._runs.setdefault(name, RunReader(self.store, name))
+
     def _keep(self, reader: RunReader) -> None:
         row = reader.row(self._price)
         with self._changed:
-            self._runs[reader.run] = reader
             self._rows[reader.run] = row
             self._version += 1
 

@@ -21,7 +21,7 @@ from cairn.storage.store.store import Store
 
 TOKEN = "CAIRN_BOARD_TOKEN"
 """Environment variable with the token of the child of `cairn up`."""
-NICENESS = 10
+NICENESS = 19
 """How far the board stands back from drivers on the same machine."""
 
 

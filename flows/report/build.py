@@ -23,7 +23,7 @@ from cairn.flows.report.data import (
     read_samples,
     read_tokens,
 )
-from cairn.flows.report.facts import verification_facts
+from cairn.flows.report.facts import configuration_facts, verification_facts
 from cairn.flows.report.page import write_page
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.records import Record
@@ -90,6 +90,7 @@ def write_report(
             samples.rows.num_rows,
             measured(ledger, config, status.iterations),
             verification,
+            configuration_facts(ledger),
         ),
         "samples": _samples_facts(samples, with_tokens, cut),
     }

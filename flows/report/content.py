@@ -17,7 +17,6 @@ from cairn.flows.report.blocks import Block, shortened, text_blocks, token_block
 from cairn.flows.report.data import History, Samples
 from cairn.flows.report.facts import (
     balance_facts,
-    configuration_facts,
     cost_tables,
     evaluation_facts,
     fates_by_iteration,
@@ -60,6 +59,7 @@ def run_values(
     samples: int,
     balance: Balance | None,
     verification: dict[str, Any] | None,
+    configuration: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the values of the template of a run's page, except those of its samples.
 
@@ -68,6 +68,7 @@ def run_values(
         samples: number of samples.
         balance: as `cairn.flows.reading.balance.measured` returns it.
         verification: see `verification_facts`.
+        configuration: see `configuration_facts`.
     """
     config = from_manifest(ledger.manifest.config)
     return {
@@ -85,7 +86,7 @@ def run_values(
         "selection": selection_facts(groups),
         "evaluation": evaluation_facts(history, config),
         "lineage": lineage_facts(ledger, status, history),
-        "configuration": configuration_facts(ledger),
+        "configuration": configuration,
         "verification": verification,
         "made": made(ledger.store),
     }

@@ -273,13 +273,14 @@ def test_the_board_reads_an_object_store(s3_url: str) -> None:
     store = StoreReader(open_store(s3_url))
     contents = RunContents(store.run("toy"))
     assert "2 of 3 iterations" in contents.facts()["content"]
-    assert contents.samples(None, None)["bounds"] == [0, 1]
+    assert contents.samples(None, None)[1]["bounds"] == [0, 1]
     assert contents.tokens(1, 3, 0)["blocks"].keys() == {"token-samples", "token-values", "turns"}
     with pytest.raises(LookupError, match="no sample 7 of group 3"):
         contents.tokens(1, 3, 7)
-    before, _ = contents.values()
+    before, *_ = contents.values()
     write_iteration(ledger, 2)
-    wait_for(lambda: contents.values()[0] != before and "3 of 3 iterations" in contents.facts()["content"])
+    wait_for(lambda: store.run("toy") and "3 of 3 iterations" in contents.facts()["content"], 60)
+    assert contents.values()[0] != before
     store.close()
 
 
