@@ -43,6 +43,7 @@ BENCHMARKS = {
     "ledger": "bench.ledger",
     "sql": "bench.sql",
     "report": "bench.report",
+    "board": "bench.board",
     "rescore": "bench.rescore",
     "start": "bench.start",
     "recovery": "bench.recovery",

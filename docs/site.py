@@ -32,7 +32,7 @@ ORDER = {
     ],
     "Evaluate": ["evaluation.md", "benchmarks.md", "export.md"],
     "Operate": ["operations.md", "prefect.md", "artifacts.md", "recovery.md", "decisions.md", "security.md"],
-    "Look": ["metrics.md", "tracking.md", "report.md", "sql.md", "views.md", "audit.md", "traces.md"],
+    "Look": ["metrics.md", "tracking.md", "board.md", "report.md", "sql.md", "views.md", "audit.md", "traces.md"],
     "Engines": [
         "models.md",
         "weights.md",

@@ -346,7 +346,7 @@ def compare(
     text.append(values)
     if page is not None:
         with writing(page):
-            write_comparison(found, histories, page)
+            write_comparison(found, histories, root.store, page)
         text.append(f"{page}: both runs' curves")
     return Shown({**found.model_dump(mode="json"), "paragraph": found.paragraph}, text)
 

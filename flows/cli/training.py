@@ -52,9 +52,10 @@ def up(
     """Operate runs from Prefect's interface, until Ctrl-C.
 
     You start, watch, cancel, retry, resume, fork and verify runs in a browser. The command starts Prefect's server over
-    the history of the current folder, serves the deployments, and starts a Ray head that their runs share.
-    PREFECT_API_URL names an existing server to use instead, CAIRN_RAY_ADDRESS a cluster. When the command ends, runs
-    that were started in the interface shut down cleanly, and Retry resumes them. Other runs do not depend on it.
+    the history of the current folder, serves the deployments and the board of the store (`cairn board`), and starts a
+    Ray head that their runs share. PREFECT_API_URL names an existing server to use instead, CAIRN_RAY_ADDRESS a
+    cluster. When the command ends, runs that were started in the interface shut down cleanly, and Retry resumes them.
+    Other runs do not depend on it.
 
     Examples:
 
@@ -75,6 +76,7 @@ def up(
     print_stderr("starting; this takes some seconds")
     running = start(root.url, host=host, port=port, ray=not no_ray)
     try:
+        print_stderr(f"the board is at {running.board_url}")
         print_stderr(f"the Prefect UI is at {running.ui_url}; Ctrl-C stops it")
         _show(running)
     finally:
@@ -107,6 +109,7 @@ def _table(running: "Up") -> "RenderableType":
 
     parts = grid()
     parts.add_row("Prefect", running.ui_url if running.server else f"{running.ui_url}, as configured")
+    parts.add_row("board", running.board_url)
     parts.add_row("deployments", f"{', '.join(NAMES)} ({running.serving.state})")
     if running.ray is not None:
         parts.add_row("Ray", f"{running.ray_address} ({running.ray.state})")

@@ -47,6 +47,7 @@ from cairn.flows.deployments.forms import (
 from cairn.flows.deployments.names import NAMES
 from cairn.flows.deployments.watching import record_process
 from cairn.flows.events import Event, IterationDone, RunStarted
+from cairn.flows.orchestration.artifacts.pages import board_link
 from cairn.flows.orchestration.failed import failed_state
 from cairn.flows.text import slug
 from cairn.storage.ledger.ledger import Ledger
@@ -339,6 +340,8 @@ def _log(event: Event, config: RunConfig) -> None:
     elif isinstance(event, RunStarted):
         verb = "continues" if event.epoch > 1 else "starts"
         logger.info(f"Run {event.run} {verb} at iteration {event.iteration} of {event.iterations}")
+        for link in board_link(event.run):
+            logger.info(link)
     elif isinstance(event, IterationDone):
         logger.info(f"Iteration {event.iteration}: {in_short(iteration_metrics(event.commits, config))}")
 

@@ -3,6 +3,7 @@ process.
 
     this process ── Prefect's server (cairn.flows.orchestration.server), unless one is configured
                  ├─ the deployments  (cairn.flows.deployments.serving) ── a driver for each flow run
+                 ├─ the board        (cairn.flows.board.serving)
                  └─ a Ray head       (cairn.engines.fleet.head), unless one exists or none is wanted
 
 Each child ends with its parent, however the parent ended. `close` ends them in reverse order: drivers release their
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import IO
 
 from cairn.engines.fleet.address import ADDRESS
+from cairn.flows.board.serving import TOKEN, free_address, new_token
+from cairn.flows.orchestration.artifacts.pages import LINK
 from cairn.flows.orchestration.server import (
     MOST_RESTARTS,
     PREFECT_HOME,
@@ -34,10 +37,12 @@ from cairn.storage.opening import open_store
 
 SERVING = "cairn.flows.deployments.serving"
 HEAD = "cairn.engines.fleet.head"
+BOARD = "cairn.flows.board.serving"
 
 SERVING_END = 60.0
 """Seconds that the deployments' process has to end, with all drivers."""
 HEAD_END = 60.0
+BOARD_END = 5.0
 
 START_TIMEOUT = 300.0
 """Seconds until a child must have printed its first line."""
@@ -168,6 +173,9 @@ class Up:
     """The Ray head; None where none was wanted, or a cluster already exists."""
     ray_address: str | None
     """Address of the cluster that runs join; None where each starts its own."""
+    board: Child
+    board_url: str
+    """Address of the board with its token."""
     _closing: ExitStack = field(default_factory=ExitStack)
 
     def require(self) -> None:
@@ -175,6 +183,7 @@ class Up:
         if self.server is not None and not self.server.alive():
             raise ServerFailed(f"the Prefect server ended by itself; its log is {self.server.log}")
         self.serving.require()
+        self.board.require()
         if self.ray is not None:
             self.ray.require()
 
@@ -206,17 +215,27 @@ def start(store: str, *, host: str, port: int, ray: bool) -> Up:
             cpus = str(CPUS_PER_CORE * (os.cpu_count() or 1))
             head = Child("the Ray head", HEAD, cpus, log=home / "ray.log", environment=dict(os.environ))
             stack.callback(head.stop, HEAD_END)
-        environment = os.environ | {"PREFECT_API_URL": api, "CAIRN_STORE": store}
+        board_url, token = free_address(host, port + 1 if port else 0), new_token()
+        environment = os.environ | {"PREFECT_API_URL": api, "CAIRN_STORE": store, LINK: board_url}
         if server is not None and (password := os.environ.get("PREFECT_SERVER_API_AUTH_STRING")):
             environment.setdefault("PREFECT_API_AUTH_STRING", password)
         if head is not None:  # a new cluster requires Ray's token, and joining drivers must send it
             environment.setdefault("RAY_AUTH_MODE", "token")
         serving = Child("the deployments' process", SERVING, log=home / "serving.log", environment=environment)
         stack.callback(serving.stop, SERVING_END)
+        board_port = board_url.rpartition(":")[2]
+        board = Child(
+            "the board", BOARD, host, board_port, log=home / "board.log", environment=environment | {TOKEN: token}
+        )
+        stack.callback(board.stop, BOARD_END)
         if server is not None:
             server.wait_ready()
         if head is not None:
             address = head.wait_up()
         serving.send(address or "")
         serving.wait_up()
-        return Up(api.removesuffix("/api"), api, store, server, serving, head, address or None, stack.pop_all())
+        board.wait_up()
+        return Up(
+            api.removesuffix("/api"), api, store, server, serving, head, address or None, board,
+            f"{board_url}/#token={token}", stack.pop_all(),
+        )  # fmt: skip

@@ -10,7 +10,7 @@ trained on. The window reaches from the end of one iteration's learning to the e
 known once k more iterations are complete; work is cut to the window. Time without a live driver does not count.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import StrEnum
 from itertools import chain
 from statistics import fmean
@@ -138,18 +138,23 @@ def iteration_waits(commits: Sequence[Commit], earlier: Sequence[Commit], config
     return times | {f"perf/{name}": waited / of.seconds for name, of, waited in waits.values() if of.seconds > 0}
 
 
-def measured(ledger: Ledger, config: RunConfig, complete: int) -> Balance | None:
+def measured(
+    ledger: Ledger,
+    config: RunConfig,
+    complete: int,
+    read: Callable[[Ledger, Iterable[int]], Iterable[list[Commit]]] = read_iterations,
+) -> Balance | None:
     """Return the balance of the newest iterations of a run with `complete` complete iterations. Returns None where
     nothing is sampled, and where too few are left after the first ones, which warm up and fill the pipeline.
 
-    Reads the commits of `WINDOW` + 1 + 2 × lag iterations at most. Raises Damaged.
+    Reads the commits of `WINDOW` + 1 + 2 × lag iterations at most, by `read`. Raises Damaged.
     """
     lag = config.rollout.weights_lag
     last = complete - 1 - lag
     first = max(ledger.first_iteration + 1 + lag, last - WINDOW + 1)
     if last - first + 1 < LEAST or not config.samples_responses:
         return None
-    commits = list(chain.from_iterable(read_iterations(ledger, range(first - 1 - lag, complete))))
+    commits = list(chain.from_iterable(read(ledger, range(first - 1 - lag, complete))))
     window = _Window(commits, _end(commits, first - 1, ON_TRAINING), _end(commits, last, ON_TRAINING))
     if window.seconds <= 0:
         return None

@@ -219,6 +219,42 @@ def iteration_samples(ledger: Ledger, iteration: int) -> list[SampleView]:
     return views
 
 
+class NewestSample(Record):
+    """The sample that was committed last."""
+
+    iteration: int
+    group_id: int
+    sample_index: int
+    prompt: str
+    response: str
+    reward: float | None
+
+
+def newest_sample(ledger: Ledger, iteration: int) -> NewestSample | None:
+    """Return the last sample of an iteration's newest shard, None where it has none. Raises Damaged and Retired."""
+    commits = ledger.commits(iteration)
+    rollouts = [commit for commit in commits if commit.step is Step.ROLLOUT]
+    newest = max(rollouts, key=lambda commit: commit.committed_at, default=None)
+    if newest is None or not newest.tables:
+        return None
+    columns = ["group_id", "sample_index", "prompt_text", "response_text"]
+    rows = read_recorded_table(ledger.store, newest.run, newest.table, columns)
+    if not rows.num_rows:
+        return None
+    (row,) = rows.slice(rows.num_rows - 1).to_pylist()
+    key = (row["group_id"], row["sample_index"])
+    graded = next((one for one in commits if one.step is Step.REWARD and one.shard == newest.shard), None)
+    grades = {} if graded is None else sample_rows(_read(ledger, graded, _REWARD), {key[0]})
+    return NewestSample(
+        iteration=iteration,
+        group_id=key[0],
+        sample_index=key[1],
+        prompt=row["prompt_text"],
+        response=row["response_text"],
+        reward=grades.get(key, {}).get("reward"),
+    )
+
+
 def with_episodes(ledger: Ledger, views: Sequence[SampleView]) -> list[SampleView]:
     """Return the samples, with their episodes where they have more than a single response. Raises Damaged."""
     by_sample = episodes(ledger, {(one.group_id, one.sample_index): (one.iteration, one.shard) for one in views})

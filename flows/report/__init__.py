@@ -3,6 +3,7 @@
 | module | content |
 |---|---|
 | `build.py` | writing the file |
+| `content.py` | the contents of the page, for a report and for the board |
 | `data.py` | the report's data, read from the ledger, and the choice of samples that are shown with their tokens |
 | `blocks.py` | columns, tokens and turns, packed for a browser |
 | `facts.py` | tables and figures |

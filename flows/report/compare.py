@@ -13,14 +13,17 @@ from cairn.flows.history.diff import Parting, diff
 from cairn.flows.reading.samples import SampleView, iteration_samples
 from cairn.flows.report.blocks import Block
 from cairn.flows.report.build import write_file
+from cairn.flows.report.content import made
 from cairn.flows.report.data import History, Progress, read_history
 from cairn.flows.report.facts import duration
 from cairn.flows.report.page import PANELS, chosen_panels, meaning, write_page
 from cairn.flows.text import number, shortened
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.records import Record, code_version
+from cairn.storage.records import Record
 from cairn.storage.store.errors import Retired
+from cairn.storage.store.store import Store
 
+_PARTS = (("overview", "Overview"), ("curves", "Curves"), ("evaluation", "Evaluation"), ("sample", "Sample"))
 _FURTHEST = 3
 """Number of iterations from the first difference on in which a differing sample is looked for."""
 _SHOWN = 400
@@ -286,10 +289,14 @@ def shown(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
 
 
-def write_comparison(found: Compared, histories: tuple[History, History], file: Path) -> int:
+def write_comparison(found: Compared, histories: tuple[History, History], store: Store, file: Path) -> int:
     """Write the page of two runs into a file, atomically. Return its size in bytes. Raises OSError."""
     names = found.names
     facts = {
+        "name": " and ".join(names),
+        "content": "compare.html",
+        "live": None,
+        "parts": _PARTS,
         "names": names,
         "paragraph": found.paragraph,
         "options": found.parting.options,
@@ -298,10 +305,10 @@ def write_comparison(found: Compared, histories: tuple[History, History], file: 
         "evaluations": found.evaluations,
         "shown": shown,
         "sample": found.sample,
-        "made": {"version": code_version().package},
+        "made": made(store),
     }
     blocks = {"curves": _curves(histories, (found.first.until, found.second.until), names).to_bytes()}
-    return write_file(file, write_page(facts, blocks, "compare.html"))
+    return write_file(file, write_page(facts, blocks))
 
 
 def _curves(histories: tuple[History, History], untils: tuple[int, int], names: tuple[str, str]) -> Block:

@@ -1,4 +1,4 @@
-"""Data of a progress, read from the ledger: iterations from commits, samples and their tokens from the SQL views."""
+"""Data of a report, read from the ledger: iterations from commits, samples and their tokens from the SQL views."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,9 +9,11 @@ import numpy as np
 import pyarrow as pa
 
 from cairn.configs.loader import from_manifest
+from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.costs import Costs, run_costs
 from cairn.flows.reading.metrics import eval_metrics, iteration_metrics, read_iterations, step_seconds
-from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.layout import LAST_NUMBER
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import DATA
 from cairn.storage.query.database import open_query
@@ -103,32 +105,44 @@ class History:
 
 def read_history(ledger: Ledger, progress: Progress, price: float | None = None) -> History:
     """Read every commit of a run. `price`: of a device for an hour. Raises Damaged."""
-    config, numbers = from_manifest(ledger.manifest.config), ledger.iterations()
-    read = []
+    numbers, read = ledger.iterations(), []
     for done, commits in enumerate(read_iterations(ledger, numbers), 1):
         progress("reading commits", done, len(numbers))
         read.append(commits)
-    history = History(run_costs(ledger, price, read))
+    return history_of(ledger, read, run_costs(ledger, price, read))
+
+
+def history_of(
+    ledger: Ledger,
+    read: Sequence[Sequence[Commit]],
+    costs: Costs,
+    known: Mapping[int, Iteration] | None = None,
+) -> History:
+    """Return the history of a run from the commits of each iteration. `known`: iterations that need not be computed."""
+    config, history = from_manifest(ledger.manifest.config), History(costs)
     for commits in filter(None, read):
         for commit in commits:
             place = commit.environment
             history.machines.setdefault((place.device, place.host or "", place.threads), set()).add(commit.step)
-        own = [commit for commit in commits if commit.step is not Step.EVAL]
-        if own:
-            metrics, seconds = iteration_metrics(own, config), step_seconds(commits)
-            if ledger.manifest.imported:  # the time of the import says nothing about the trainer
-                metrics, seconds = {name: metrics[name] for name in metrics if not name.startswith("perf/")}, {}
-            history.iterations.append(
-                Iteration(
-                    own[0].iteration,
-                    metrics,
-                    seconds,
-                    min(commit.started_at for commit in own),
-                    max(commit.committed_at for commit in own),
-                )
-            )
+        one = (known or {}).get(commits[0].iteration)
+        one = one or iteration_of(commits, config, imported=ledger.manifest.imported is not None)
+        if one is not None:
+            history.iterations.append(one)
     history.evaluations = dict(sorted(eval_metrics(chain.from_iterable(read)).items()))
     return history
+
+
+def iteration_of(commits: Sequence[Commit], config: RunConfig, *, imported: bool = False) -> Iteration | None:
+    """Return an iteration from its commits; None where it has only evaluations. `imported`: the commits are those of an
+    import, whose time says nothing about the trainer."""
+    own = [commit for commit in commits if commit.step is not Step.EVAL]
+    if not own:
+        return None
+    metrics, seconds = iteration_metrics(own, config), step_seconds(commits)
+    if imported:
+        metrics, seconds = {name: metrics[name] for name in metrics if not name.startswith("perf/")}, {}
+    began_at, ended_at = min(commit.started_at for commit in own), max(commit.committed_at for commit in own)
+    return Iteration(own[0].iteration, metrics, seconds, began_at, ended_at)
 
 
 @dataclass(frozen=True)
@@ -165,12 +179,25 @@ SELECT
     advantage::FLOAT AS advantage,
     age
 FROM samples
-WHERE run = $run
+WHERE run = $run AND iteration BETWEEN $first AND $last
 QUALIFY row_number() OVER (PARTITION BY group_id, sample_index ORDER BY iteration DESC, shard DESC) = 1
 ORDER BY iteration, group_id, sample_index
 """
-"""Query for all samples. A resumed sample appears once, as its last shard stored it. Responses from the data were not
-sampled, so they have no log-prob."""
+"""Query for the samples of some iterations. A resumed sample appears once, as its last shard stored it. Responses from
+the data were not sampled, so they have no log-prob."""
+
+_GROUPS = """
+SELECT iteration::INTEGER AS iteration, group_id, fate, reason, avg(reward) AS reward
+FROM (
+    SELECT iteration, group_id, disposition AS fate, reason, reward
+    FROM samples
+    WHERE run = $run
+    QUALIFY row_number() OVER (PARTITION BY group_id, sample_index ORDER BY iteration DESC, shard DESC) = 1
+)
+GROUP BY ALL
+ORDER BY iteration, group_id
+"""
+"""Query for all groups; a resumed sample counts once."""
 
 _SAMPLED = "sampled AND (loss_mask = 1 OR log_prob <> 0)"
 """SQL condition for a token that the policy sampled; tokens from the environment are masked and have log-prob 0."""
@@ -194,11 +221,16 @@ ORDER BY row, position
 the rollout engine, the reference model and the teacher. `row` is the sample's row among all samples."""
 
 
-def read_samples(ledger: Ledger, progress: Progress) -> Samples:
-    """Read every sample of a run. Unreadable parts are noted and left out."""
+def read_samples(ledger: Ledger, progress: Progress, first: int = 0, last: int = LAST_NUMBER) -> Samples:
+    """Read every sample of the iterations from `first` to `last`. Unreadable parts are noted and left out."""
     progress("reading samples", 0, 0)
     query = open_query(ledger.store, ledger.run)
-    return Samples(query.sql(_SAMPLES, {"run": ledger.run}), query.notes)
+    return Samples(query.sql(_SAMPLES, {"run": ledger.run, "first": first, "last": last}), query.notes)
+
+
+def read_groups(ledger: Ledger) -> pa.Table:
+    """Return a row for each group of a run: `iteration`, `fate`, `reason`, `reward`, the mean of its samples'."""
+    return open_query(ledger.store, ledger.run).sql(_GROUPS, {"run": ledger.run})
 
 
 def read_tokens(ledger: Ledger, samples: Samples, chosen: Sequence[int], progress: Progress) -> pa.Table:

@@ -13,9 +13,10 @@ from pydantic import BaseModel
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.history.diff import differing_options
+from cairn.flows.reading.balance import Balance
 from cairn.flows.reading.costs import Costs
 from cairn.flows.reading.views import RunState, RunStatus
-from cairn.flows.report.data import History, Samples
+from cairn.flows.report.data import History
 from cairn.flows.text import number, percent
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
@@ -133,8 +134,8 @@ def _recipe(config: RunConfig) -> str:
     )
 
 
-def tiles(status: RunStatus, history: History, samples: Samples, verification: Facts | None) -> list[Facts]:
-    """Return the key figures of a run. `verification`: see `verification_facts`."""
+def tiles(status: RunStatus, history: History, samples: int, verification: Facts | None) -> list[Facts]:
+    """Return the key figures of a run with so many samples. `verification`: see `verification_facts`."""
     tiles: list[Facts] = []
     rewards = [one.metrics["rollout/raw_reward"] for one in history.iterations if "rollout/raw_reward" in one.metrics]
     if rewards:
@@ -146,10 +147,9 @@ def tiles(status: RunStatus, history: History, samples: Samples, verification: F
                 {"name": name, "value": f"{scores.last:.3f}", "note": f"from {scores.first:.3f} at first{failed}"}
             )
     tokens = sum(one.metrics.get("rollout/response_tokens", 0) for one in history.iterations)
-    if samples.rows.num_rows:
+    if samples:
         note = "" if status.imported else f"{round(tokens):,} tokens"
-        generated = {"name": "Samples", "value": f"{samples.rows.num_rows:,}", "note": note}
-        tiles.append(generated)
+        tiles.append({"name": "Samples", "value": f"{samples:,}", "note": note})
     if history.iterations and not status.imported:
         whole = sum(one.metrics["perf/step_time"] for one in history.iterations)
         tiles.append(
@@ -197,11 +197,16 @@ def _time_row(name: str, spent: Sequence[float], whole: float) -> Facts:
     }
 
 
-def groups_of(samples: Samples) -> pa.Table:
-    """Return a row for each group: `iteration`, `fate`, `reason`, `reward`, the mean of its samples'."""
-    rows = samples.rows.select(["iteration", "group_id", "fate", "reason", "reward"])
-    groups = rows.group_by(["iteration", "group_id", "fate", "reason"]).aggregate([("reward", "mean")])
-    return groups.rename_columns({"reward_mean": "reward"})
+def balance_facts(balance: Balance | None, config: RunConfig) -> Facts | None:
+    """Return the shares of time in which each side works, and what limits the run."""
+    if balance is None:
+        return None
+    sentence = balance.sentence(config)
+    return {
+        "sides": [("Rollout engines", 1 - balance.rollout_wait), ("Trainer", 1 - balance.trainer_wait)],
+        "sentence": f"{sentence[0].upper()}{sentence[1:]}.",
+        "window": f"iterations {balance.first} to {balance.last}",
+    }
 
 
 def selection_facts(groups: pa.Table) -> Facts:
@@ -234,9 +239,10 @@ def fates_by_iteration(groups: pa.Table, iterations: np.ndarray) -> dict[str, np
         f"{fate_name(fate)}: {reason}" if reason else fate_name(fate)
         for fate, reason in zip(groups.column("fate").to_pylist(), groups.column("reason").to_pylist(), strict=True)
     ]
-    places = np.searchsorted(iterations, groups.column("iteration").to_numpy()) if len(iterations) else []
-    for name, place in zip(names, places, strict=True):
-        counted.setdefault(name, np.zeros(len(iterations)))[place] += 1
+    place_of = {iteration: place for place, iteration in enumerate(iterations.tolist())}
+    for name, iteration in zip(names, groups.column("iteration").to_pylist(), strict=True):
+        if iteration in place_of:  # else it was committed after the iterations were read
+            counted.setdefault(name, np.zeros(len(iterations)))[place_of[iteration]] += 1
     return dict(sorted(counted.items(), key=lambda item: (not item[0].startswith("trained"), -item[1].sum())))
 
 

@@ -1,8 +1,8 @@
-"""The page: one self-contained HTML file without any requests.
+"""The page: one self-contained HTML file without any requests, or with requests to the board that served it.
 
 A run's contents may be hostile. Text in the page's own markup is escaped; everything else is packed in base64 and
-inserted as text nodes. The page's content security policy allows only its own scripts, by digest; it loads nothing and
-sends nothing.
+inserted as text nodes. The page's content security policy allows only its own scripts, by digest; a report loads
+nothing and sends nothing.
 """
 
 import base64
@@ -11,10 +11,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from cairn.flows.reading.metrics import find_metric
@@ -120,19 +121,27 @@ _OFTEN_ZERO = {"age/mean", "age/max", "train/tis_clipfrac", "train/value_clipfra
 """Metrics that are only drawn where they are not zero throughout."""
 
 
-def chosen_panels(metrics: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+def chosen_panels(metrics: Mapping[str, Sequence[float | None]]) -> list[dict[str, Any]]:
     """Return the panels of a run, with the meaning of each metric, in the form of the page's scripts. Of equal curves,
     only the first is drawn."""
     panels = []
-    for panel in PANELS:
-        curves, drawn = [], list[Sequence[float]]()
+    for order, panel in enumerate(PANELS):
+        curves, drawn = [], list[Sequence[float | None]]()
         for name, label in panel.curves:
-            if name in metrics and (name not in _OFTEN_ZERO or any(metrics[name])) and metrics[name] not in drawn:
+            if name not in metrics or (name in _OFTEN_ZERO and not any(metrics[name])):
+                continue
+            if not any(_adds_nothing(metrics[name], other) for other in drawn):
                 curves.append({"metric": name, "label": label, "meaning": meaning(name)})
                 drawn.append(metrics[name])
         if curves and (not panel.needs or panel.needs in metrics):
-            panels.append({"title": panel.title, "unit": panel.unit, "curves": curves, "log": panel.log})
+            panels.append(
+                {"title": panel.title, "unit": panel.unit, "curves": curves, "log": panel.log, "order": order}
+            )
     return panels
+
+
+def _adds_nothing(values: Sequence[float | None], drawn: Sequence[float | None]) -> bool:
+    return all(value is None or value == other for value, other in zip(values, drawn, strict=True))
 
 
 def meaning(name: str) -> str:
@@ -145,6 +154,8 @@ _HERE = Path(__file__).parent
 _LIBRARIES = ("uPlot.iife.min.js", "tabulator.min.js")
 _LIBRARY_STYLES = ("uPlot.min.css", "tabulator_simple.min.css")
 _SCRIPTS = ("decode.js", "text.js", "curves.js", "tokens.js", "reader.js", "samples.js", "main.js")
+_LIVE = ("feed.js", "actions.js", "runs.js")
+"""Scripts of the board's pages alone."""
 _SOURCE_MAP = re.compile(r"^(//# sourceMappingURL=.*|/\*# sourceMappingURL=.*\*/)$", re.MULTILINE)
 """Reference to a source map, which a browser's developer tools would request."""
 _HIDDEN = re.compile(
@@ -153,25 +164,30 @@ _HIDDEN = re.compile(
 """Invisible characters, and characters that move surrounding text; the same as in `assets/text.js`."""
 
 
-def write_page(facts: Mapping[str, Any], blocks: Mapping[str, bytes], template: str = "page.html") -> Iterator[bytes]:
+def write_page(facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> Iterator[bytes]:
     """Yield the page in pieces.
 
     Args:
-        facts: values for the template.
+        facts: values for the template; `content` names the template of the page's own part, and `live` is None for a
+            report.
         blocks: packed columns, by the names that the scripts use.
-        template: its name in `assets/`.
     """
-    own = "\n".join(["'use strict'", *(_asset(f"assets/{name}") for name in _SCRIPTS)])
+    live = facts["live"] is not None
+    own = "\n".join(["'use strict'", *(_asset(f"assets/{name}") for name in (*_SCRIPTS, *(_LIVE if live else ())))])
     scripts = [*(_asset(f"vendor/{name}") for name in _LIBRARIES), own]
     style = "\n".join([*(_asset(f"vendor/{name}") for name in _LIBRARY_STYLES), _asset("assets/style.css")])
     licences = "\n\n".join(_asset(f"vendor/LICENSE.{name}") for name in ("uPlot", "Tabulator"))
-    html = _template(template).render(
-        **facts,
-        policy=_policy(scripts, style),
-        style=Markup(style),
-        scripts=[Markup(script) for script in scripts],
-        licences=licences,
-        blocks=list(blocks),
+    html = (
+        _templates()
+        .get_template("page.html")
+        .render(
+            **facts,
+            policy=_policy(scripts, style, live),
+            style=Markup(style),
+            scripts=[Markup(script) for script in scripts],
+            licences=licences,
+            blocks=list(blocks),
+        )
     )
     mark = re.compile("@@(" + "|".join(map(re.escape, blocks)) + ")@@</script>") if blocks else re.compile("(?!)")
     at = 0
@@ -183,26 +199,36 @@ def write_page(facts: Mapping[str, Any], blocks: Mapping[str, bytes], template: 
     yield html[at:].encode()
 
 
-def _policy(scripts: list[str], style: str) -> str:
+def render_content(facts: Mapping[str, Any]) -> str:
+    """Return the page's own part alone, for a page that is open and shows older values."""
+    return str(_templates().get_template(facts["content"]).render(**facts))
+
+
+def _policy(scripts: list[str], style: str, live: bool) -> str:
     allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    connect = "connect-src 'self'; " if live else ""
     return (
-        f"default-src 'none'; script-src {allowed}; style-src 'sha256-{_digest(style)}'; "
+        f"default-src 'none'; script-src {allowed}; style-src 'sha256-{_digest(style)}'; {connect}"
         "base-uri 'none'; form-action 'none'"
     )
 
 
+@cache
 def _digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
+@cache
 def _asset(name: str) -> str:
     # A browser normalizes line ends to one character before it computes the digest.
     text = (_HERE / name).read_text().replace("\r\n", "\n")
     return _SOURCE_MAP.sub("", text)
 
 
-def _template(name: str) -> Any:
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False)
+@cache
+def _templates() -> Environment:
+    loader = FunctionLoader(lambda name: _asset(f"assets/{name}"))
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False, loader=loader)
     environment.filters |= {
         "seen": seen,
         "date": _date,
@@ -214,7 +240,7 @@ def _template(name: str) -> Any:
         "plural": lambda count, one: f"{count:,} {one}{'' if count == 1 else 's'}",
         "size": _size,
     }
-    return environment.from_string(_asset(f"assets/{name}"))
+    return environment
 
 
 def seen(text: Any) -> str:

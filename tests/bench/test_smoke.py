@@ -18,7 +18,18 @@ from bench.__main__ import BENCHMARKS
 from bench.trl_process import ENVIRONMENT
 
 BENCH = Path(__file__).parents[2] / "bench"
-ON_THE_QUICKSTART = ("seeds", "learning", "durability", "cpu", "round_trips", "pipeline", "start", "recovery", "trl")
+ON_THE_QUICKSTART = (
+    "seeds",
+    "learning",
+    "durability",
+    "cpu",
+    "round_trips",
+    "pipeline",
+    "start",
+    "recovery",
+    "trl",
+    "board",
+)
 """Benchmarks of a recipe's model and data."""
 
 ON_A_BUCKET = ("ledger", "write_ahead")
@@ -29,6 +40,7 @@ DEAR = ("ledger", "seeds", "episodes")
 LONG = (
     "sql",
     "report",
+    "board",
     "rescore",
     "learning",
     "orchestration",

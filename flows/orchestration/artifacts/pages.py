@@ -3,6 +3,7 @@
 Text from models and names from users are escaped: see `cairn.flows.text`.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -72,6 +73,8 @@ def picked_samples(commits: Sequence[Commit], read: Read) -> list[Picked]:
     return picked
 
 
+LINK = "CAIRN_BOARD"
+"""Environment variable with the address of the board, to which pages link."""
 PROMPT_CHARACTERS = 1500
 RESPONSE_CHARACTERS = 3000
 FILES = 40
@@ -100,6 +103,7 @@ def iteration_page(
     reward = metrics.get("rollout/raw_reward")
     parts = [
         f"# {code(run)}, iteration {index} of {config.rollout.num_rollout}",
+        *board_link(run),
         " · ".join(
             [
                 *([f"reward **{reward:.4f}**"] if reward is not None else []),
@@ -141,6 +145,7 @@ def run_page(
     state = "of the initial weights" if newest is None or newest.state_digest is None else newest.state_digest
     parts = [
         f"# {code(ledger.run)}",
+        *board_link(ledger.run),
         f"{done} of {config.rollout.num_rollout} iterations, weight version {version_of(newest)}, state {code(state)}, "
         f"in {code(ledger.store.url)}.",
         "## Evaluation",
@@ -164,6 +169,12 @@ def run_page(
             block(f"cairn costs {ledger.run} --store {ledger.store.url}", RESPONSE_CHARACTERS),
         ]
     return "\n\n".join(parts) + "\n"
+
+
+def board_link(run: str) -> list[str]:
+    """Return a link to the run's page on the board; nothing where no board is known."""
+    url = os.environ.get(LINK)
+    return [f"[Live on the board: curves, samples, actions]({url}/runs/{run})"] if url else []
 
 
 def _samples(samples: Sequence[Picked] | None) -> list[str]:

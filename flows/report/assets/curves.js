@@ -4,6 +4,7 @@
 const COLOURS = ["--series-1", "--series-2", "--series-3", "--series-4", "--series-5", "--series-6", "--series-7", "--series-8", "--series-9"]
 const HEIGHT = 180
 const drawn = []
+let pointed = null // the iteration that was last pointed at
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim()
@@ -12,7 +13,7 @@ function colour(name) {
 // A figure: { title, unit, log, curves: [{ label, meaning, values, points, colour }] } over `xs`.
 function figure(panel, xs, { stacked = false, wide = false } = {}) {
   const legend = make("ul", { class: "legend" })
-  const frame = make("div", { class: "frame", tabindex: "0", role: "img", "aria-label": summary(panel, xs) })
+  const frame = make("div", { class: "frame", tabindex: "0", role: "img" })
   const element = make(
     "figure",
     { class: wide ? "panel wide" : "panel" },
@@ -22,22 +23,54 @@ function figure(panel, xs, { stacked = false, wide = false } = {}) {
   )
   const readings = panel.curves.map((curve, i) => {
     const value = make("output", { class: "number" })
-    const key = make("span", { class: `key series-${curve.colour ?? i}${curve.points ? " points" : ""}` })
+    const key = make("span", { class: `key series-${(curve.colour ?? i) % COLOURS.length}${curve.points ? " points" : ""}` })
     legend.append(make("li", { title: curve.meaning || null }, key, curve.label, value))
     return value
   })
   const at = make("li", { class: "at" })
   legend.prepend(at)
-  const read = (place) => {
-    at.textContent = xs.length ? `iteration ${xs[place ?? xs.length - 1]}` : ""
+  const one = { panel, xs, frame, stacked, element, plot: null }
+  one.read = (place) => {
+    const { panel, xs } = one
+    const whole = place != null || panel.curves.every(({ values }) => values.at(-1) != null)
+    at.textContent = !xs.length ? "" : whole ? `iteration ${xs[place ?? xs.length - 1]}` : "newest values"
     panel.curves.forEach((curve, i) => {
       const given = place == null ? curve.values.findLast((value) => value != null) : curve.values[place]
       readings[i].textContent = number(given)
     })
+    if (place != null) pointed = xs[place]
   }
-  read(null)
-  drawn.push({ panel, xs, frame, stacked, read, plot: null })
+  fill(one, panel, xs)
+  drawn.push(one)
   return element
+}
+
+// Puts other values of the same curves into a figure.
+function fill(one, panel, xs) {
+  Object.assign(one, { panel, xs })
+  one.frame.setAttribute("aria-label", summary(panel, xs))
+  one.read(null)
+}
+
+// A figure at a place of the page: that of these curves with new values, or a new one.
+function showFigure(home, panel, xs, options) {
+  const names = (given) => [given.title, given.unit, ...given.curves.map(({ label }) => label)].join("\n")
+  const at = drawn.findIndex((one) => one.element.parentNode === home && one.panel.title === panel.title)
+  const one = drawn[at]
+  if (one && names(one.panel) === names(panel)) {
+    const before = one.xs
+    fill(one, panel, xs)
+    if (before.length < 4 || !one.plot) return draw(one, one.frame.clientWidth)
+    const { min, max } = one.plot.scales.x
+    const zoomed = min > before[0] || max < before.at(-1)
+    return one.plot.setData(columnsOf(one), !zoomed)
+  }
+  const element = figure(panel, xs, options)
+  if (!one) return home.append(element)
+  one.plot?.destroy()
+  one.element.replaceWith(element)
+  drawn.splice(at, 1)
+  draw(drawn.at(-1), drawn.at(-1).frame.clientWidth)
 }
 
 function summary(panel, xs) {
@@ -54,14 +87,17 @@ function drawAll() {
   drawn.forEach((one, i) => draw(one, widths[i]))
 }
 
+// Draws the figures that have no picture yet.
+function drawNew() {
+  for (const one of drawn) if (!one.plot) draw(one, one.frame.clientWidth)
+}
+
 function draw(one, width) {
   one.plot?.destroy()
   one.plot = null
   if (!one.xs.length || !width) return
   const { panel, xs, stacked } = one
-  const values = stacked ? stack(panel.curves) : panel.curves.map((curve) => curve.values)
-  const order = values.map((_, i) => i)
-  if (stacked) order.reverse() // the tallest first, so that the others stand before it
+  const order = orderOf(one)
   const axis = { stroke: colour("--muted"), font: "11px system-ui, sans-serif", ticks: { show: false } }
   const grid = { stroke: colour("--line"), width: 1 }
   const lone = xs.length === 1
@@ -73,7 +109,7 @@ function draw(one, width) {
       padding: [8, 10, 0, 0],
       cursor: { sync: { key: "iterations" }, y: false, drag: { x: true, y: false }, points: { size: 6 } },
       scales: {
-        x: { time: false, range: lone ? [xs[0] - 1, xs[0] + 1] : stacked ? [xs[0] - 0.6, xs.at(-1) + 0.6] : undefined },
+        x: { time: false, range: (_, low, high) => (lone ? [xs[0] - 1, xs[0] + 1] : stacked ? [low - 0.6, high + 0.6] : [low, high]) },
         y: panel.log ? { distr: 3 } : { range: (_, low, high) => limits(low, high, stacked) },
       },
       axes: [
@@ -91,14 +127,27 @@ function draw(one, width) {
       ],
       hooks: { setCursor: [(plot) => one.read(plot.cursor.idx)] },
     },
-    [xs, ...order.map((i) => values[i])],
+    columnsOf(one),
     one.frame,
   )
   one.frame.onkeydown = (event) => step(event, one)
 }
 
+// The order in which curves are drawn: of stacked ones the tallest first, so that the others stand before it.
+function orderOf({ panel, stacked }) {
+  const order = panel.curves.map((_, i) => i)
+  return stacked ? order.reverse() : order
+}
+
+function columnsOf(one) {
+  const { panel, xs, stacked } = one
+  const values = stacked ? stack(panel.curves) : panel.curves.map((curve) => curve.values)
+  return [xs, ...orderOf(one).map((i) => values[i])]
+}
+
 // Arrow keys move the cursor by one iteration, in all figures at once.
-function step(event, { plot, xs }) {
+function step(event, one) {
+  const { plot, xs } = one
   const moves = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }
   if (!(event.key in moves)) return
   event.preventDefault()

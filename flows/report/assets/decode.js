@@ -1,4 +1,7 @@
-// Opens the blocks that the page brings along: see flows/report/blocks.py for how they are packed.
+// Opens the blocks that a report brings along, or that a board has sent: see flows/report/blocks.py for how they are
+// packed.
+
+const sent = new Map() // blocks from a board, by id
 
 const KINDS = { f32: Float32Array, f64: Float64Array, i32: Int32Array, u8: Uint8Array, i16: Int16Array }
 const UNKNOWN = -32768
@@ -15,8 +18,9 @@ function fromBase64(text) {
 // The block of an element, as an object of columns; the element is given up. A column has `length` and `get(row)`.
 async function openBlock(id) {
   const element = document.getElementById(`data-${id}`)
-  const packed = fromBase64(element.textContent)
-  element.remove()
+  const packed = fromBase64(sent.get(id) ?? element.textContent)
+  element?.remove()
+  sent.delete(id)
   const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))
   const buffer = await new Response(unpacked).arrayBuffer()
   const size = new DataView(buffer).getUint32(0, true)

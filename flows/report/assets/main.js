@@ -1,7 +1,5 @@
 // Puts the page together: what is drawn first is what stands at its top.
 
-const STEPS = ["rollout", "reward", "filter", "score", "advantage", "train", "checkpoint", "sync", "eval"]
-
 function column(block, name) {
   return Array.from(block[name].values, (value) => (Number.isNaN(value) ? null : value))
 }
@@ -10,45 +8,46 @@ async function showCurves() {
   const curves = await openBlock("curves")
   const xs = column(curves, "iteration")
   const home = find("#curves .panels")
-  for (const panel of curves.panels) {
-    home.append(figure({ ...panel, curves: panel.curves.map((one) => ({ ...one, values: column(curves, one.metric) })) }, xs))
-  }
-  for (const stacked of curves.stacks) {
-    const parts = stacked.curves.map((one) => ({ ...one, values: column(curves, one.metric) }))
-    find(stacked.home)?.append(figure({ ...stacked, curves: parts }, xs, { stacked: true, wide: true }))
-  }
+  const filled = (one) => ({ ...one, curves: one.curves.map((curve) => ({ ...curve, values: column(curves, curve.metric) })) })
+  for (const panel of curves.panels) showFigure(home, filled(panel), xs)
+  for (const stacked of curves.stacks) showFigure(find(stacked.home), filled(stacked), xs, { stacked: true, wide: true })
   showScores(curves.scores)
   chooseMetric(curves, xs)
-  drawAll()
+  drawNew()
 }
 
 // Scores stand at numbers of iterations trained, of which there is one more than of iterations.
 function showScores({ trained, benchmarks }) {
   if (trained.length < 2) return
   const curves = benchmarks.map(({ name, values }) => ({ label: name, values, points: true }))
-  find("#evaluation .panels").append(figure({ title: "Scores", unit: "after so many iterations", curves }, trained, { wide: true }))
+  showFigure(find("#evaluation .panels"), { title: "Scores", unit: "after so many iterations", curves }, trained, { wide: true })
 }
 
 // One more figure, of any metric.
 function chooseMetric(curves, xs) {
   const names = Object.keys(curves.meanings)
   const home = find("#any-metric")
+  home.hidden = !names.length
   if (!names.length) return
+  const chosen = find("#metric")?.value
   const chooser = make("select", { id: "metric" }, ...names.map((name) => make("option", { value: name }, name)))
-  const place = make("div")
-  const show = () => {
+  if (names.includes(chosen)) chooser.value = chosen
+  const place = find("#any-metric > div") ?? make("div")
+  const choose = () => {
     const name = chooser.value
-    const index = drawn.findIndex(({ panel }) => panel.any)
-    if (index >= 0) drawn.splice(index, 1)[0].plot?.destroy()
-    const panel = { title: name, unit: "", any: true, curves: [{ label: curves.meanings[name] || name, values: column(curves, name) }] }
-    place.replaceChildren(figure(panel, xs, { wide: true }))
-    const one = drawn.at(-1)
-    if (home.open) draw(one, one.frame.clientWidth)
+    const others = drawn.filter(({ element }) => element.parentNode === place && element.querySelector("h3").textContent !== name)
+    for (const one of others) {
+      drawn.splice(drawn.indexOf(one), 1)
+      one.plot?.destroy()
+      one.element.remove()
+    }
+    showFigure(place, { title: name, unit: "", curves: [{ label: curves.meanings[name] || name, values: column(curves, name) }] }, xs, { wide: true })
+    drawNew()
   }
-  chooser.addEventListener("change", show)
-  home.addEventListener("toggle", () => drawn.filter(({ panel }) => panel.any).forEach((one) => draw(one, one.frame.clientWidth)))
-  home.append(make("label", { for: "metric" }, "Metric "), chooser, place)
-  show()
+  chooser.addEventListener("change", choose)
+  home.ontoggle = drawNew
+  home.replaceChildren(home.firstElementChild, make("label", { for: "metric" }, "Metric "), chooser, place)
+  choose()
 }
 
 function followTheme() {
@@ -86,15 +85,19 @@ async function start() {
   if (!("DecompressionStream" in window)) throw new Error("this browser cannot unpack the data: use one from 2023 or later")
   followTheme()
   followWidth()
+  if (document.documentElement.dataset.source) return followBoard()
   await showCurves()
   await showSamples()
 }
 
-start().then(
-  () => (document.documentElement.dataset.state = "ready"),
-  (error) => {
-    find("#trouble").textContent = `The report cannot be shown in full: ${error.message}`
-    find("#trouble").hidden = false
-    throw error
-  },
+// After all scripts.
+addEventListener("DOMContentLoaded", () =>
+  start().then(
+    () => (document.documentElement.dataset.state = "ready"),
+    (error) => {
+      find("#trouble").textContent = `The page cannot be shown in full: ${error.message}`
+      find("#trouble").hidden = false
+      throw error
+    },
+  ),
 )

@@ -3,7 +3,9 @@
 class Reader {
   constructor(samples) {
     this.samples = samples
-    this.tokens = null
+    this.tokens = null // of all samples that have them in a report
+    this.asked = new Map() // promises of tokens and turns from a board
+    this.got = new Map() // those that have come, by the samples' keys
     this.row = null
     this.colouring = null
     this.turns = new Map()
@@ -13,18 +15,58 @@ class Reader {
 
   offerColourings() {
     const chooser = find("#colouring")
-    chooser.append(...this.tokens.colourings.map(({ name, title }) => make("option", { value: name }, title)))
-    chooser.addEventListener("change", () => {
-      this.colouring = this.tokens.colourings.find(({ name }) => name === chooser.value) ?? null
+    const offered = Array.from(chooser.options, ({ value }) => value)
+    const more = this.tokens.colourings.filter(({ name }) => !offered.includes(name))
+    chooser.append(...more.map(({ name, title }) => make("option", { value: name }, title)))
+    if (chooser.onchange) return
+    chooser.onchange = () => {
+      this.colouring = COLOURINGS.find(({ name }) => name === chooser.value) ?? null
       this.read(this.row)
-    })
+    }
     this.colouring = this.tokens.colourings[0] ?? null
     if (this.colouring) chooser.value = this.colouring.name
   }
 
-  takeTurns(block) {
-    for (let i = 0; i < block.rows; i++) this.turns.set(block.row.get(i), block.pieces.get(i))
+  takeDetails(tokens, turns) {
+    this.tokens = tokens
+    for (let i = 0; i < turns.rows; i++) this.turns.set(turns.row.get(i), turns.pieces.get(i))
+  }
+
+  // Gets tokens and turns of a sample from the board, unless another one is read by then.
+  async ask(row) {
+    const { samples } = this
+    const key = samples.key(row)
+    const state = `${key} ${samples.rows.advantage.get(row)} ${samples.fate(row)}` // later steps add to what is known
+    const isRead = () => this.row != null && samples.key(this.row) === key
+    if (!this.asked.has(state)) {
+      await new Promise((go) => setTimeout(go, 120)) // keys may run through many samples
+      if (!isRead()) return
+      this.asked.set(state, askDetails(samples, row))
+    }
+    const details = await this.asked.get(state)
+    if (!details) {
+      this.asked.delete(state)
+      if (isRead()) find("#sample-note").textContent = "Its tokens cannot be read."
+      return
+    }
+    if (this.got.get(key) === details && this.tokens === details.tokens) return
+    this.got.set(key, details)
+    for (const kept of [this.asked, this.got]) if (kept.size > 200) kept.delete(kept.keys().next().value)
+    if (!isRead()) return
+    this.useDetails(this.row)
+    this.offerColourings()
+    this.readResponse(this.row)
     this.readTurns(this.row)
+    this.markWords()
+  }
+
+  // The tokens and turns that the board has sent of a sample.
+  useDetails(row) {
+    const details = this.got.get(this.samples.key(row))
+    if (!details) return
+    details.tokens.begins = new Map([[row, details.place]])
+    this.turns = new Map(details.turns == null ? [] : [[row, details.turns]])
+    this.tokens = details.tokens
   }
 
   // Turn by turn, the calls of tools folded.
@@ -43,6 +85,7 @@ class Reader {
     this.row = row
     if (row == null) return
     const { samples } = this
+    this.useDetails(row)
     const { rows } = samples
     const value = (name) => rows[name].get(row)
     find("#sample-title").replaceChildren(`Iteration ${value("iteration")}, group ${value("group_id")}, sample ${value("sample_index")}`)
@@ -69,10 +112,12 @@ class Reader {
     this.readTurns(row)
     this.readGroup(row)
     this.markWords()
+    if (samples.source) this.ask(row)
   }
 
   readResponse(row) {
-    const { samples, tokens, colouring } = this
+    const { samples, tokens } = this
+    const colouring = tokens?.colourings.includes(this.colouring) ? this.colouring : null
     const box = tokens?.response(row, colouring)
     find("#colours").replaceChildren(...(box && colouring ? [tokens.legend(colouring)] : []))
     find("#colouring-unit").textContent = box && colouring ? colouring.unit : ""
@@ -85,7 +130,8 @@ class Reader {
     }
     find("#sample-response").replaceChildren(make("div", { class: "plain", dir: "auto" }, ...visible(samples.response(row))))
     const cut = samples.rows.cut != null && samples.rows.response_cut.get(row) ? " The response is longer than shown." : ""
-    find("#sample-note").textContent = tokens?.samples.rows ? `Tokens are shown of ${plural(tokens.samples.rows, "sample")} of this run, not of this one.${cut}` : ""
+    if (samples.source) find("#sample-note").textContent = "Reading its tokens …"
+    else find("#sample-note").textContent = tokens?.samples.rows ? `Tokens are shown of ${plural(tokens.samples.rows, "sample")} of this run, not of this one.${cut}` : ""
   }
 
   readGroup(row) {

@@ -3,30 +3,64 @@
 const FATES = { train: "trained", buffer: "stored for later", continue: "to be continued", drop: "dropped" }
 const WHY = ["", "", "one of the best", "one of the worst", "in the middle", "drawn at random"]
 
+let shownSamples = null
+
+// All samples of a report, or those that a board has sent: the first time in a new table, then in the same.
 async function showSamples() {
   if (!find("#data-samples")) return
   const rows = await openBlock("samples")
   if (!rows.rows) return
-  const samples = new SampleTable(rows)
+  find("#samples").classList.remove("waiting")
+  if (shownSamples) return shownSamples.replace(rows)
+  const samples = (shownSamples = new SampleTable(rows))
   samples.show()
   await nextTurn()
-  const [few, values] = [await openBlock("token-samples"), await openBlock("token-values")]
-  samples.reader.tokens = new Tokens(few, values)
-  samples.reader.offerColourings()
-  samples.reader.takeTurns(await openBlock("turns"))
-  await samples.texts.prompt.open()
-  await samples.texts.response.open()
+  if (!samples.source) {
+    samples.reader.takeDetails(new Tokens(await openBlock("token-samples"), await openBlock("token-values")), await openBlock("turns"))
+    samples.reader.offerColourings()
+  }
+  await samples.openTexts()
   samples.textsAreHere()
 }
 
 class SampleTable {
   constructor(rows) {
-    this.rows = rows
-    this.texts = { prompt: new LongText("prompts", rows.blocks.prompts), response: new LongText("responses", rows.blocks.responses) }
+    this.source = document.documentElement.dataset.source
+    this.take(rows)
     this.matching = null
     this.words = ""
     this.search = 0
     this.reader = new Reader(this)
+  }
+
+  take(rows) {
+    this.rows = rows
+    this.texts = { prompt: new LongText("prompts", rows.blocks.prompts), response: new LongText("responses", rows.blocks.responses) }
+  }
+
+  async openTexts() {
+    await this.texts.prompt.open()
+    await this.texts.response.open()
+  }
+
+  // Other rows in place of these. What is read stays; where nobody has chosen a sample, the newest is read.
+  async replace(rows) {
+    const key = this.reader.row == null ? null : this.key(this.reader.row)
+    this.take(rows)
+    await this.openTexts()
+    this.reader.row = null
+    this.matching = null
+    await this.table.replaceData(this.data())
+    this.offerChoices()
+    await this.filter()
+    const same = Array.from({ length: rows.rows }, (_, row) => row).find((row) => this.key(row) === key)
+    if (same != null && this.held) this.goTo(same, false)
+    else this.goToFirst()
+  }
+
+  // What names a sample, whichever other rows there are.
+  key(row) {
+    return ["iteration", "group_id", "sample_index"].map((name) => this.rows[name].get(row)).join(" ")
   }
 
   prompt(row) {
@@ -44,9 +78,9 @@ class SampleTable {
     return reason ? `${FATES[fate] ?? fate}: ${reason}` : (FATES[fate] ?? fate)
   }
 
-  show() {
+  data() {
     const { rows } = this
-    const data = Array.from({ length: rows.rows }, (_, row) => {
+    return Array.from({ length: rows.rows }, (_, row) => {
       const value = (name) => {
         const given = rows[name].get(row)
         return Number.isNaN(given) ? null : given
@@ -64,9 +98,13 @@ class SampleTable {
         shown: rows.why.get(row) > 0,
       }
     })
+  }
+
+  show() {
     this.table = new Tabulator("#sample-table", {
-      data,
+      data: this.data(),
       index: "row",
+      initialSort: this.source ? [{ column: "iteration", dir: "desc" }] : [],
       height: "100%",
       layout: "fitColumns",
       selectableRows: 1,
@@ -75,7 +113,7 @@ class SampleTable {
       placeholder: "No sample fits the search and the filters.",
       columnDefaults: { headerHozAlign: "left", resizable: false, formatter: plainCell },
       columns: [
-        { title: "Iter.", field: "iteration", width: 54, ...numeric() },
+        { title: "Iter.", field: "iteration", width: 62, ...numeric() },
         { title: "Group", field: "group", width: 66, ...numeric() },
         { title: "Reward", field: "reward", width: 70, ...numeric(3) },
         { title: "Adv.", field: "advantage", width: 62, ...numeric(2) },
@@ -90,7 +128,8 @@ class SampleTable {
       this.filter()
       find("#sample-table .tabulator-tableholder").setAttribute("aria-label", "Samples; arrow keys move between them")
     })
-    this.table.on("rowClick", (_, row) => this.choose(row))
+    this.table.on("rowClick", (_, row) => this.hold(row))
+    this.offerChoices()
     this.offerFilters()
     this.followKeys()
   }
@@ -100,7 +139,18 @@ class SampleTable {
     const choice = find("#sample-search")
     choice.disabled = false
     choice.placeholder = "Search prompts, responses, labels"
-    this.goTo(Math.max(0, this.rows.why.values.findIndex((why) => why > 0)))
+    this.goToFirst()
+  }
+
+  goToFirst() {
+    if (this.source) this.goTo(this.table.getRows("active")[0]?.getData().row ?? 0, false)
+    else this.goTo(Math.max(0, this.rows.why.values.findIndex((why) => why > 0)))
+  }
+
+  // Chooses a sample that stays in view when others come.
+  hold(row) {
+    this.held = true
+    this.choose(row)
   }
 
   choose(row) {
@@ -110,17 +160,17 @@ class SampleTable {
     this.reader.read(row.getData().row)
   }
 
-  goTo(row) {
+  goTo(row, scroll = true) {
     const found = this.table.getRow(row)
     if (!found) return
     this.choose(found)
-    this.table.scrollToRow(found, "nearest", false).catch(() => undefined) // it is filtered out, and read all the same
+    if (scroll) this.table.scrollToRow(found, "nearest", false).catch(() => undefined) // it is filtered out, and read all the same
   }
 
   move(by) {
     const next = by < 0 ? this.chosen?.getPrevRow() : this.chosen?.getNextRow()
     if (!next) return
-    this.choose(next)
+    this.hold(next)
     this.table.scrollToRow(next, "nearest", false)
   }
 
@@ -145,12 +195,19 @@ class SampleTable {
     })
   }
 
+  offerChoices() {
+    const data = this.data()
+    const offer = (id, name) => {
+      const chooser = find(id)
+      const known = new Set(Array.from(chooser.options, ({ value }) => value))
+      const found = [...new Set(data.map((one) => one[name]))].sort()
+      chooser.append(...found.filter((value) => !known.has(value)).map((value) => make("option", { value }, value)))
+    }
+    offer("#sample-fate", "fate")
+    offer("#sample-end", "end")
+  }
+
   offerFilters() {
-    const { rows } = this
-    const fates = [...new Set(Array.from({ length: rows.rows }, (_, row) => this.fate(row)))].sort()
-    find("#sample-fate").append(...fates.map((fate) => make("option", { value: fate }, fate)))
-    const ends = [...new Set(this.table.options.data.map(({ end }) => end))].sort()
-    find("#sample-end").append(...ends.map((end) => make("option", { value: end }, end)))
     let waiting
     const later = () => {
       clearTimeout(waiting)

@@ -41,6 +41,8 @@ class Operated:
 
     folder: Path
     url: str
+    board: str
+    """Address of the board with its token."""
 
     def ask(self, path: str, **body: Any) -> Any:
         return httpx.post(f"{self.url}/api{path}", json=body, timeout=60).raise_for_status().json()
@@ -83,15 +85,16 @@ def operated(tmp_path_factory: pytest.TempPathFactory, tiny_assets: Path) -> Ite
     # Of its events an embedded server keeps none by itself.
     stored = {"PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "true"}
     with in_background(CAIRN, "up", "--port", "0", cwd=folder, **stored) as up:
-        yield Operated(folder, url_of(up))
+        board = url_of(up, r"board is at (http://\S+)")
+        yield Operated(folder, url_of(up, r"UI is at (http://\S+);"), board)
         up.send_signal(signal.SIGINT)
         up.communicate(timeout=120)
     assert up.returncode == 130
 
 
-def url_of(up: Background) -> str:
+def url_of(up: Background, pattern: str) -> str:
     for line in up.stderr:
-        if found := re.search(r"UI is at (http://\S+);", line):
+        if found := re.search(pattern, line):
             return found[1]
     raise AssertionError("cairn up has ended")
 
@@ -182,6 +185,29 @@ def test_a_run_that_was_started_by_the_form_and_killed_ends_by_retry_with_the_un
     killed, whole = run_status(store, "killed"), run_status(store, "undisturbed")
     assert (killed.iterations, killed.driver and killed.driver.epoch) == (5, 2)
     assert killed.state_digest == whole.state_digest
+
+
+def test_the_board_starts_a_fork_and_cancels_it_and_prefect_shows_both(operated: Operated) -> None:
+    parameters = {"recipe": "recipes/mine.yaml", "run": "forked"}
+    operated.ask(f"/deployments/{operated.deployment('train')}/create_flow_run", parameters=parameters)
+    wait_for(lambda: [run["state_name"] for run in operated.flow_runs("forked")] == ["Completed"])
+    address, _, token = operated.board.partition("/#token=")
+    (page, *_) = operated.ask(
+        "/artifacts/filter", artifacts={"key": {"like_": "run-forked"}, "type": {"any_": ["markdown"]}}
+    )
+    assert f"({address}/runs/forked)" in page["data"]
+
+    def act(run: str, action: str, **given: str) -> Any:
+        headers = {"Authorization": f"Bearer {token}"}
+        return httpx.post(f"{address}/data/runs/{run}/{action}", json=given, headers=headers, timeout=60)
+
+    options = "rollout.num_rollout=500"
+    made = act("forked", "fork", iteration="1", name="branch", options=options)
+    assert made.json() == {"sentence": "branch shares iterations 0 to 1 of forked. Prefect starts it.", "run": "branch"}
+    wait_for((operated.folder / "runs/branch/iterations/000003").exists)
+    assert "Prefect cancels" in act("branch", "cancel").json()["sentence"]
+    wait_for(lambda: [run["state_name"] for run in operated.flow_runs("branch")] == ["Cancelled"])
+    assert act("branch", "cancel").status_code == 400
 
 
 AUTOMATION = """

@@ -132,6 +132,14 @@ def test_keys_go_from_sample_to_sample(page: Page) -> None:
     expect(page.locator("#sample-search")).to_be_focused()
 
 
+def test_a_narrow_window_shows_the_report_without_scrolling_sideways(
+    browser: Browser, real: tuple[Report, str]
+) -> None:
+    with visit(browser, real[1], viewport={"width": 400, "height": 800}) as visited:
+        visited.page.locator("html[data-state=ready]").wait_for(state="attached")
+        assert visited.page.evaluate("document.documentElement.scrollWidth") == 400
+
+
 def test_nothing_leaves_the_page_and_nothing_goes_wrong(page: Page, opened: Visit, real: tuple[Report, str]) -> None:
     assert opened.errors == []
     assert [url for url in opened.requests if not url.startswith("blob:")] == [real[1]]
@@ -188,7 +196,7 @@ def test_two_runs_are_drawn_over_each_other(tmp_path: Path, browser: Browser, mo
     assert (found.sample.iteration, found.sample.group_id, found.sample.responses[1]) == (1, 3, HOSTILE)
     assert {pair.name: (pair.first, pair.second) for pair in found.evaluations} == {"heldout": (0.75, 0.75)}
     file = tmp_path / "both.html"
-    assert write_comparison(found, histories, file) == file.stat().st_size
+    assert write_comparison(found, histories, first.store, file) == file.stat().st_size
     with visit(browser, file.as_uri(), viewport={"width": 1440, "height": 900}) as visited:
         page = visited.page
         page.locator("html[data-state=ready]").wait_for(state="attached")
