@@ -134,7 +134,7 @@ def show(
     ledger = root.ledger(place.run)
     iteration, found = samples_of(ledger, place)
     chosen = with_episodes(ledger, found[:limit] if place.sample is None else [the_sample(place, found, iteration)])
-    return Shown(chosen, tables.sample_lines(chosen, len(found)))
+    return Shown(chosen, tables.sample_lines(chosen, len(found), alone=place.sample is not None))
 
 
 def costs(root: Root, run: RunArgument, price: PriceOption = None) -> Shown:
