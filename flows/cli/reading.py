@@ -138,15 +138,15 @@ def show(
     chosen = with_episodes(ledger, found[:limit] if place.sample is None else [the_sample(place, found, iteration)])
     failed = commonest((view.status, view.error) for view in found)
     head = [] if failed is None or place.sample is not None else [str(failed)]
-    return Shown(chosen, chain(head, tables.sample_lines(chosen, len(found))))
+    return Shown(chosen, chain(head, tables.sample_lines(chosen, len(found), alone=place.sample is not None)))
 
 
 def costs(root: Root, run: RunArgument, price: PriceOption = None) -> Shown:
     """Show what a run cost by step, and what was wasted.
 
-    The costs are device-hours and tokens, and money with `--price`. A device is a GPU if the run has any, else a CPU
-    thread of an engine. The command reads every commit and lease of the run, but no samples. The iterations that a fork
-    shares with its parent count in the parent's costs.
+    The costs are device-seconds or device-hours, tokens, and money with `--price`. A device is a GPU if the run has
+    any, else a CPU thread of an engine. The command reads every commit and lease of the run, but no samples. The
+    iterations that a fork shares with its parent count in the parent's costs.
 
     Examples:
 
@@ -197,33 +197,46 @@ def timeline(
 
 def _costs(found: "Costs") -> "Iterator[RenderableType]":
     """Yield the sums as sentences, and the parts as tables."""
-    devices, unit, has_price = found.devices, f"{found.devices.kind}-seconds", found.price is not None
-    text = f"run {found.run}: {found.reserved_device_seconds:,.1f} {unit} reserved"
+    devices, has_price = found.devices, found.price is not None
+    unit, scale = ("hours", 3600) if found.reserved_device_seconds >= 36000 else ("seconds", 1)
+    unit = f"{devices.kind}-{unit}"
+    text = f"run {found.run}: {found.reserved_device_seconds / scale:,.1f} {unit} reserved"
     text += f" ({devices.reserved:g} {devices.kind}s, {found.drivers} drivers), {found.iterations} iterations"
     yield text + (f", price {found.price:,.2f}" if has_price else "")
     width, rate = 6 if has_price else 5, found.price_per_device_hour
     rows: list[tuple[object, ...]] = [
-        (cost.step, cost.commits, cost.seconds, cost.device_seconds, cost.tokens, cost.price) for cost in found.steps
+        (cost.step, cost.commits, cost.seconds, cost.device_seconds / scale, cost.tokens, cost.price)
+        for cost in found.steps
     ]
     for name in ("starting", "idle", "uncommitted"):
         spent = getattr(found, f"{name}_device_seconds")
-        rows.append((name, None, None, spent, None, None if rate is None else spent / 3600 * rate))
+        rows.append((name, None, None, spent / scale, None, None if rate is None else spent / 3600 * rate))
     yield _table(("step", "commits", "seconds", unit, "tokens", "price")[:width], rows)
     text = f"{found.accepted_samples:,} samples accepted of {found.generated_samples:,} generated"
     if found.learns_from != "responses":
         text = f"{found.accepted_samples:,} samples of {found.learns_from} trained on"
-    yield text + _each(found, unit)
+    yield text + _each(found, f"{devices.kind}-seconds")
     if found.evaluations:
         rows = [
             (
                 f"{one.benchmark} after {one.trained}" + (", apart" if one.apart else ""),
-                *(one.samples, one.seconds, one.device_seconds, one.tokens, one.price),
+                *(one.samples, one.seconds, one.device_seconds / scale, one.tokens, one.price),
             )
             for one in found.evaluations
         ]
         yield _table(("evaluation", "samples", "seconds", unit, "tokens", "price")[:width], rows)
     if found.wasted:
-        rows = [(one.cause, one.count, one.unit, one.device_seconds, one.tokens, one.price) for one in found.wasted]
+        rows = [
+            (
+                one.cause,
+                one.count,
+                one.unit,
+                None if one.device_seconds is None else one.device_seconds / scale,
+                one.tokens,
+                one.price,
+            )
+            for one in found.wasted
+        ]
         yield _table(("wasted", "count", "unit", unit, "tokens", "price")[:width], rows)
     else:
         yield "nothing was wasted"

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from cairn.configs.schema.rollout import MOST_ITERATIONS
+from cairn.flows.cli import GROUPS, app
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.layout import LAST_NUMBER
@@ -226,6 +228,23 @@ def test_every_command_teaches_with_an_example(command: str) -> None:
     text = cairn(command, "--help").stdout
     assert "Examples:" in text
     assert f"cairn {command}" in text
+
+
+def test_help_lists_every_command_in_a_group_on_one_line(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["--help"]).stdout
+    listed = [name for names in GROUPS.values() for name in names]
+    assert len(listed) == len({*listed}) == len(app.registered_commands)
+    for panel, functions in GROUPS.items():
+        (start,) = [at for at, line in enumerate(text.splitlines()) if line.startswith(f"╭─ {panel} ")]
+        shown = text.splitlines()[start + 1 : start + 1 + len(functions)]
+        assert [line.split()[1].replace("eval", "evaluate") for line in shown] == [one.__name__ for one in functions]
+    assert cairn("--version").stdout.startswith("cairn 0.")
+    completed = {"_CAIRN_COMPLETE": "complete_bash", "COMP_CWORD": "2", "CAIRN_STORE": store}
+    for words, expected in (("cairn status t", "toy"), ("cairn train quickstart-m", "quickstart-megatron")):
+        done = subprocess.run(
+            [CAIRN], env=os.environ | completed | {"COMP_WORDS": words}, capture_output=True, text=True
+        )
+        assert expected in done.stdout.split(), done.stderr
 
 
 def test_help_and_the_import_of_the_command_line_are_quick() -> None:

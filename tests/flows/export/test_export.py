@@ -138,7 +138,7 @@ def test_a_live_run_is_exported_and_keeps_its_driver(made: tuple[str, Any], tmp_
     [
         ("whole@7", [], "has no committed train step in iteration 7; its newest is 1"),
         ("whole", ["--adapter"], "has no adapter"),
-        ("whole@", [], "is not RUN or RUN@ITER"),
+        ("whole@", [], "is not RUN[@ITER]"),
         ("nobody", [], "there is no run 'nobody'"),
     ],
 )

@@ -105,7 +105,7 @@ def test_people_get_a_table_of_groups_or_of_the_samples_of_one_and_a_sentence(fo
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["toy"], "'toy' is not RUN@ITER, such as quickstart@39"),
+        (["toy@x"], "'toy@x' is not RUN[@ITER], such as quickstart@19"),
         (["toy@7"], "run 'toy' has no advantages of iteration 7; it has those of iterations 0 to 2"),
         (["toy@0", "--set", "reward.rm_type=math"], "only options of the section algorithm can be changed here"),
         (["toy@0", "--set", "algorithm.entropy_coef=0.1"], "advantages do not depend on algorithm.entropy_coef"),
