@@ -2,7 +2,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -40,9 +40,21 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    assert "megatron.core" not in sys.modules, "import megatron.core in a test, after backend_for: it needs preparation"
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Refuse a file that imports megatron.core when it is collected: no later test could prepare it for the CPU."""
+    was_imported = "megatron.core" in sys.modules
+    report = yield
+    if not was_imported and "megatron.core" in sys.modules:
+        report.outcome = "failed"
+        report.longrepr = f"{collector.nodeid} imports megatron.core: import it in a test, after `backend_for`"
+    return report
 
 
 @pytest.fixture(scope="module", autouse=True)
