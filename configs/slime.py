@@ -24,7 +24,7 @@ def as_in_row(text: str | None, opening: str = "{") -> Any:
     if text is not None and text.startswith(opening):
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             pass
     return text
 

@@ -42,7 +42,7 @@ for panel, functions in GROUPS.items():
 imports = typer.Typer(
     cls=RecipeByDefault,
     no_args_is_help=True,
-    help="Import a launch script or a configuration as a recipe: `cairn import run.sh`. Or import recorded samples.",
+    help="Import a launch script as a recipe, or traces as a run.",
 )
 imports.command("recipe")(command(import_recipe))
 imports.command()(command(traces))

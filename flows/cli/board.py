@@ -18,10 +18,11 @@ def board(
     port: Annotated[int, Option("--port", min=0, max=65535, help="Port of the page; 0 uses a free one.")] = 4201,
     price: PriceOption = None,
 ) -> None:
-    """Show all runs of a store in a browser, live: a table, curves over each other, samples as they come. Until Ctrl-C.
+    """Show all runs of a store in a browser, live, until Ctrl-C.
 
-    The page of a run is its report, kept up to date: a new iteration appears within a second of its commit. The address
-    that is printed has a token after `#`. With it the page also cancels, forks, approves and rejects; without it the
+    The page has a table of runs, curves over each other, and samples as they come. The page of a run is its report,
+    kept up to date: a new iteration appears within a second of its commit. The address that is printed has a token
+    after `#`. With it the page also cancels, forks, approves and rejects; without it the
     page only shows. The board reads the store, and only while somebody looks. `cairn up` serves one too.
 
     Examples:
@@ -43,11 +44,11 @@ def board(
 
 
 def watch(root: Root, run: RunArgument, json: JsonOption = False) -> None:
-    """Watch a run that another process drives: iterations as they are done, the curve, the step and the newest sample.
+    """Watch a run in the terminal while another process drives it.
 
-    The command reads the ledger and disturbs nothing. It ends when the run does, with 1 where the run failed or was
-    interrupted; Ctrl-C ends only the command. With `--json` it prints a line for each iteration, and one for each
-    change of state or step.
+    Shown are iterations as they are done, the curve, the step and the newest sample. The command reads the ledger and
+    disturbs nothing. It ends when the run does, with 1 where the run failed or was interrupted; Ctrl-C ends only the
+    command. With `--json` it prints a line for each iteration, and one for each change of state or step.
 
     Examples:
 

@@ -82,7 +82,7 @@ def _failure(root: Root, run: str, error: Exception, words: Sequence[str]) -> "t
     from cairn.flows.reading.failure import RunFailure, Terminal, free_name
     from cairn.flows.reading.views import own_failure, run_status
     from cairn.storage.ledger.leases import Holder
-    from cairn.storage.store.errors import RunDiffers
+    from cairn.storage.store.errors import RunDiffers, StoreRefused
 
     own = Holder.this_process()
     url = root.url if "://" in root.url else os.path.abspath(root.url)
@@ -103,7 +103,7 @@ def _failure(root: Root, run: str, error: Exception, words: Sequence[str]) -> "t
             ]
             fork = terminal.line("cairn", "fork", f"{run}@{status.iterations - 1}", new, *options)
             instead = fork, terminal.line("cairn", "resume", new)
-    except FileNotFoundError:
+    except (FileNotFoundError, StoreRefused):
         stands = "nothing was started"
     except Exception:  # which may be what the command failed of
         stands = None

@@ -314,10 +314,11 @@ def compare(
         Path | None, Option("--page", metavar="FILE", help="Write it as one HTML page too, with both runs' curves.")
     ] = None,
 ) -> Shown:
-    """Compare two runs: options, code and data, curves, evaluations, the first sample that differs, time and tokens.
+    """Compare two runs: options, code, curves, samples and costs.
 
-    The metrics are those of the last iteration that both have, or of the iterations that you name. `cairn diff` tells
-    by its exit code whether two runs are equal, bit for bit.
+    Shown are options, code and data, curves, evaluations, the first sample that differs, time and tokens. The metrics
+    are those of the last iteration that both have, or of the iterations that you name. `cairn diff` tells by its exit
+    code whether two runs are equal, bit for bit.
 
     Examples:
 

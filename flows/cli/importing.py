@@ -14,9 +14,11 @@ from cairn.flows.cli.printing import print_stderr, print_warning
 class RecipeByDefault(TyperGroup):
     """Commands of which `recipe` need not be named."""
 
+    default = "recipe"
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in {*self.commands, *self.get_help_option_names(ctx)}:
-            args = ["recipe", *args]
+            args = [self.default, *args]
         return super().parse_args(ctx, args)
 
 

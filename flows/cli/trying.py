@@ -21,10 +21,11 @@ def try_recipe(
     overrides: SetOption = None,
     samples: Annotated[int, Option("--samples", metavar="N", min=1, max=1024, help="Number of prompts.")] = 4,
 ) -> Shown:
-    """Answer and grade a few prompts of a recipe, and show text, tokens, masks, rewards and errors.
+    """Answer and grade a few prompts of a recipe, and show them.
 
-    The prompts are the first that a run would draw. The steps, engines, generate function and grader are the run's;
-    nothing is trained, no training engine starts, and nothing is recorded. Exits with 1 if a sample failed.
+    Shown are text, tokens, masks, rewards and errors. The prompts are the first that a run would draw. The steps,
+    engines, generate function and grader are the run's; nothing is trained, no training engine starts, and nothing is
+    recorded. Exits with 1 if a sample failed.
 
     Examples:
 

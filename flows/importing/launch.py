@@ -5,7 +5,6 @@ the script's checkout can be read. Programs such as `ray` and `python3` only rec
 A script that takes too long or too much memory is ended.
 """
 
-import json
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cairn.configs.errors import BadInput
+from cairn.storage.store.canonical import from_json
 
 if TYPE_CHECKING:
     from bashkit import Bash
@@ -224,7 +224,7 @@ def _folders(call: Sequence[str], script: Path, root: Path) -> list[Path]:
         match = re.fullmatch(r"(?:--runtime-env-json=)?(\{.*\})", word, re.DOTALL)
         if match:
             try:
-                paths = json.loads(match[1]).get("env_vars", {}).get("PYTHONPATH", "")
+                paths = from_json(match[1]).get("env_vars", {}).get("PYTHONPATH", "")
             except (ValueError, AttributeError):
                 continue
             found = [Path(path) for path in paths.split(":") if path] + found

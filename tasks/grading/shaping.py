@@ -44,7 +44,7 @@ def is_number(value: Any) -> bool:
         return False
     try:
         finite(value)
-    except (ValueError, OverflowError):
+    except (TypeError, ValueError):
         return False
     return True
 

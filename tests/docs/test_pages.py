@@ -103,7 +103,8 @@ def problem(shown: Shown) -> str | None:
     command: Any = get_command(app)
     rest = list(shown.words)
     while rest and (commands := getattr(command, "commands", None)):
-        command = commands.get(rest.pop(0))
+        default = getattr(command, "default", None)
+        command = commands[default] if default and rest[0] not in commands else commands.get(rest.pop(0))
         if command is None:
             return f"there is no command {' '.join(shown.words[: len(shown.words) - len(rest)])}"
     context = command.context_class(command, info_name=command.name, resilient_parsing=not shown.is_whole)
@@ -168,7 +169,6 @@ def test_every_code_block_of_python_and_yaml_can_be_parsed() -> None:
     ("line", "why"),
     [
         ("nonsense run", "there is no command"),
-        ("import nonsense PATH", "there is no command import nonsense"),
         ("import traces PATH --hat", "traces has no option --hat"),
         ("export RUN FOLDER --hat", "has no option --hat"),
         ("show run@many", "is not RUN[@ITER[/SAMPLE]]"),

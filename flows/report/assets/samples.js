@@ -7,7 +7,7 @@ let shownSamples = null
 
 // All samples of a report, or those that a board has sent: the first time in a new table, then in the same.
 async function showSamples() {
-  if (!find("#data-samples")) return
+  if (!find("#samples")) return
   const rows = await openBlock("samples")
   if (!rows.rows) return
   find("#samples").classList.remove("waiting")

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cairn.configs.schema.rollout import MOST_ITERATIONS
-from cairn.flows.cli import GROUPS, app
+from cairn.flows.cli import GROUPS, NAMES, app
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.layout import LAST_NUMBER
@@ -237,7 +237,7 @@ def test_help_lists_every_command_in_a_group_on_one_line(store: str, monkeypatch
     for panel, functions in GROUPS.items():
         (start,) = [at for at, line in enumerate(text.splitlines()) if line.startswith(f"╭─ {panel} ")]
         shown = text.splitlines()[start + 1 : start + 1 + len(functions)]
-        assert [line.split()[1].replace("eval", "evaluate") for line in shown] == [one.__name__ for one in functions]
+        assert [line.split()[1] for line in shown] == [NAMES.get(one, one.__name__) for one in functions]
     assert cairn("--version").stdout.startswith("cairn 0.")
     completed = {"_CAIRN_COMPLETE": "complete_bash", "COMP_CWORD": "2", "CAIRN_STORE": store}
     for words, expected in (("cairn status t", "toy"), ("cairn train quickstart-m", "quickstart-megatron")):

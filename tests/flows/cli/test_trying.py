@@ -60,7 +60,7 @@ def test_prompts_are_answered_and_graded_and_nothing_is_trained_or_recorded(tiny
         world = sample["loss_mask"].index(0)
         assert sample["response_ids"][world : world + 3] == [5, 6, 7]
         assert sum(sample["loss_mask"]) == len(sample["loss_mask"]) - 3 == len(sample["response_ids"]) - 3
-    assert list(home.iterdir()) == []
+    assert [path.name for path in home.iterdir()] == [".cairn"], "what the code printed, and nothing else"
     assert not list(tmp_path.glob("cairn-try-*"))
 
 
