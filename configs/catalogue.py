@@ -150,16 +150,16 @@ def published_repository(name: str) -> str | None:
     return _repositories().get(name)
 
 
-_VARIANTS = re.compile(r"[-_](Instruct|Base|FP8|INT4|BF16|torch_dist)$", re.IGNORECASE)
+_VARIANTS = re.compile(r"[-_](Instruct|Base|SFT|Thinking|FP8|INT4|BF16|torch_dist)$", re.IGNORECASE)
 
 
 def published_relative(name: str) -> str | None:
     """Return the listed model that has the architecture of the model `name`: itself, or one of the same name but for
-    endings such as -Instruct, -Base and -FP8; None where there is none."""
-    shorter = name
-    while shorter not in _repositories() and (match := _VARIANTS.search(shorter)):
+    endings such as -Instruct, -SFT and -FP8, and for case; None where there is none."""
+    listed, shorter = {one.lower(): one for one in _repositories()}, name.lower()
+    while shorter not in listed and (match := _VARIANTS.search(shorter)):
         shorter = shorter[: match.start()]
-    return next((one for one in (shorter, f"{shorter}-Instruct") if one in _repositories()), None)
+    return listed.get(shorter) or listed.get(f"{shorter}-instruct")
 
 
 @cache

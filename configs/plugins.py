@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -21,6 +22,10 @@ from types import ModuleType
 from typing import Any
 
 from cairn.configs.errors import BadInput
+
+
+RELATIVE_IMPORT = re.compile(r"^\s*from \.", re.MULTILINE)
+"""Statement of code that is loaded as a module of its package only, not as `file.py`."""
 
 
 class BadPlugin(BadInput):
@@ -150,7 +155,20 @@ def _import_module(name: str, path: str) -> ModuleType:
         ) from error
     # User code may raise any exception during import, and the user needs to see it.
     except (Exception, SystemExit) as error:
-        raise BadPlugin(f"{path!r} cannot be loaded: importing {name} failed with {error!r}; correct it") from error
+        raise BadPlugin(f"{path!r} cannot be loaded: importing {name} failed with {_why(error)}") from error
+
+
+def _why(error: BaseException) -> str:
+    """Return an error of user code that was imported, its last line there, and what to do."""
+    lines = [one for one in traceback.extract_tb(error.__traceback__)[1:] if not one.filename.startswith("<frozen")]
+    place = f" at {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
+    if isinstance(error, ImportError) and __name__ in str(error):
+        remedy = "a file alone has no package: write package.module:function, with the package's folder on PYTHONPATH"
+    elif isinstance(error, ModuleNotFoundError):
+        remedy = f"install {error.name}, or put its folder on PYTHONPATH"
+    else:
+        remedy = "correct it"
+    return f"{error!r}{place}; {remedy}"
 
 
 class _Source(SourceFileLoader):
@@ -180,7 +198,7 @@ def _load_file(file: Path) -> ModuleType:
     # User code may raise any exception during import, and the user needs to see it.
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise BadPlugin(f"{file} cannot be loaded: running it failed with {error!r}; correct it") from error
+        raise BadPlugin(f"{file} cannot be loaded: running it failed with {_why(error)}") from error
     return module
 
 

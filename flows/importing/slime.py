@@ -10,7 +10,7 @@ import yaml
 from cairn.configs.catalogue import published_repository
 from cairn.configs.counterparts import counterparts
 from cairn.configs.kinds import OPTIONS
-from cairn.configs.plugins import BadPlugin
+from cairn.configs.plugins import RELATIVE_IMPORT, BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.yaml_file import parse_yaml
@@ -261,7 +261,7 @@ def _code(draft: Draft, flags: Flags, launch: Launch) -> None:
             draft.set("algorithm.custom_tis_function_path", "mis", flags.pop(flag)[0])
             _mis(draft, flags, launch)
         elif name:
-            flags[flag] = [_local_code(name, launch.folders)]
+            flags[flag] = [_local_code(draft, name, launch.folders)]
     _distillation(draft, flags)
 
 
@@ -300,7 +300,7 @@ _OWN_FUNCTIONS = {
 """What stands for slime's own functions, by their modules."""
 
 
-def _local_code(name: str, folders: Sequence[Path]) -> str:
+def _local_code(draft: Draft, name: str, folders: Sequence[Path]) -> str:
     if match := re.fullmatch(r"slime\.rollout\.filter_hub\.\w+\.(\w+)", name):
         return match[1]
     module, dot, function = name.replace(":", ".").rpartition(".")
@@ -308,6 +308,9 @@ def _local_code(name: str, folders: Sequence[Path]) -> str:
         return name
     for folder in folders:
         file = folder.joinpath(*module.split(".")).with_suffix(".py")
+        if file.is_file() and RELATIVE_IMPORT.search(file.read_text("utf-8", "replace")):
+            draft.notes.append(f"{name} imports from its own package: run with PYTHONPATH={folder}")
+            return name
         if file.is_file():
             return f"{file}:{function}"
     return name

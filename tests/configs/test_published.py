@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cairn.configs.catalogue import MODELS as FOLDER
-from cairn.configs.catalogue import published_config, published_names, published_repository
+from cairn.configs.catalogue import published_config, published_names, published_relative, published_repository
 from cairn.engines.models.folders import read_config
 
 BILLIONS = {
@@ -79,3 +79,5 @@ def test_every_model_is_found_by_its_name_alone() -> None:
     assert sorted(file.stem for file in FOLDER.rglob("*.json")) == published_names() == sorted(BILLIONS)
     assert published_repository("Qwen3-4B") == "Qwen/Qwen3-4B"
     assert published_config("Qwen3-5B") is published_repository("Qwen3-5B") is None
+    relatives = {"qwen3-4b-sft": "Qwen3-4B", "Kimi-K2-Thinking-fp8": "Kimi-K2-Instruct", "Qwen3-5B": None}
+    assert {name: published_relative(name) for name in relatives} == relatives

@@ -72,6 +72,7 @@ def results(checkout: Path, folder: Path) -> Iterator[Result]:
 def main() -> None:
     folder = Path(sys.argv[2]) if len(sys.argv) > 2 else Path("build/slime-scripts")
     folder.mkdir(parents=True, exist_ok=True)
+    sys.path.insert(0, str(Path(sys.argv[1]).resolve()))  # as the scripts do with PYTHONPATH
     for result in results(Path(sys.argv[1]), folder):
         print(result.row, flush=True)
 

@@ -16,6 +16,7 @@ def code(tmp_path: Path, monkeypatch) -> Path:
     )
     (tmp_path / "broken.py").write_text("import no_such_module_anywhere\n")
     (tmp_path / "raising.py").write_text("1 / 0\n")
+    (tmp_path / "part.py").write_text("from . import other\n")
     (tmp_path / "script.py").write_text("def fn(x):\n    return x\nimport sys\nsys.exit(0)\n")
     (tmp_path / "cairn_test_script.py").write_text("import sys\nsys.exit('no more')\n")
     package = tmp_path / "cairn_test_package"
@@ -48,8 +49,9 @@ def test_files_of_one_name_in_two_folders_do_not_meet(code):
         ("absent.py:fn", r"there is no file .*absent\.py"),
         ("custom.py:absent", r"absent does not exist in .*custom\.py"),
         ("custom.py:LIMIT", r"LIMIT is not callable in .*custom\.py"),
-        ("broken.py:fn", r"broken\.py cannot be loaded: .*no_such_module_anywhere"),
-        ("raising.py:fn", r"raising\.py cannot be loaded: .*ZeroDivisionError"),
+        ("broken.py:fn", r"broken\.py cannot be loaded: .*; install no_such_module_anywhere"),
+        ("raising.py:fn", r"raising\.py cannot be loaded: .*ZeroDivisionError.* at \S+raising\.py:1; correct it"),
+        ("part.py:fn", r"part\.py:1; a file alone has no package: write package\.module:function"),
         ("script.py:fn", r"script\.py cannot be loaded: .*SystemExit\(0\)"),
         ("cairn_test_script.fn", r"importing cairn_test_script failed with SystemExit\('no more'\)"),
         ("no_such_package.fn", "no module named 'no_such_package'; install it"),
