@@ -86,7 +86,7 @@ _READ_FOR = {
 @cache
 def defaults() -> dict[str, Any]:
     """Return the default of every flag of slime and of Megatron, by the name of its attribute."""
-    table = parse_yaml(Path(__file__).with_name("slime_args.yaml").read_text("utf-8"))
+    table = parse_yaml(Path(__file__).with_name("slime_defaults.yaml").read_text("utf-8"))
     return {name: json.loads(value) for value, names in table.items() for name in names.split()}
 
 

@@ -249,7 +249,7 @@ def validate(
     """
     from cairn.configs.loader import load
     from cairn.flows.driver.length import with_length
-    from cairn.flows.driver.trial import trial_problems
+    from cairn.flows.driver.synthetic_calls import synthetic_call_problems
     from cairn.flows.driver.validation import data_problems, portable_problems, setup_problems
 
     notes: list[str] = []
@@ -259,7 +259,7 @@ def validate(
             problems = portable_problems(config, notes.append)
         else:
             problems = setup_problems(config, notes.append) or data_problems(config, notes.append)
-            problems = problems or trial_problems(config, notes.append)
+            problems = problems or synthetic_call_problems(config, notes.append)
         if problems:
             raise ConfigError(problems)
         config = config if no_files else with_length(config)

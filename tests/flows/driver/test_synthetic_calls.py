@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cairn.flows.driver.trial import trial_problems
+from cairn.flows.driver.synthetic_calls import synthetic_call_problems
 from tests.tiny_run import tiny_config
 
 CODE = """\
@@ -86,7 +86,7 @@ def test_what_a_call_shows(
 
     own = {section: {name: named(value) for name, value in one.items()} for section, one in sections.items()}
     notes: list[str] = []
-    problems = trial_problems(tiny_config(tiny_assets, **own), notes.append)
+    problems = synthetic_call_problems(tiny_config(tiny_assets, **own), notes.append)
     assert (len(problems), len(notes)) == (int(problem is not None), int(note is not None))
     assert (problem or "") in "".join(problems)
     assert (note or "") in "".join(notes)

@@ -1,4 +1,4 @@
-"""Trial calls: a recipe's own grader and filter are called on one synthetic sample, in processes with a deadline.
+"""Synthetic calls: a recipe's own grader and filter are called on one synthetic sample, in processes with a deadline.
 
 The sample has the prompt, label and metadata of the data's first row, and the label as its response. A generate
 function is not called, since it talks to an engine: `cairn.configs.kinds` checks how it can be called.
@@ -37,7 +37,7 @@ _START_TIMEOUT = 60.0
 """Seconds that a filter's process may take to import it."""
 
 
-def trial_problems(config: RunConfig, note: Callable[[str], None]) -> list[str]:
+def synthetic_call_problems(config: RunConfig, note: Callable[[str], None]) -> list[str]:
     """Return sentences on problems that a call of the recipe's own grader or filter shows. `note` is called with
     others."""
     if not config.samples_responses:
