@@ -23,7 +23,6 @@ from typing import Any
 
 from cairn.configs.errors import BadInput
 
-
 RELATIVE_IMPORT = re.compile(r"^\s*from \.", re.MULTILINE)
 """Statement of code that is loaded as a module of its package only, not as `file.py`."""
 

@@ -17,11 +17,10 @@ from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import Reader, view
 from cairn.engines.models.files import folder_digest
-from cairn.engines.models.folders import check_model_folder, context_length
 from cairn.engines.models.tokenizers import load_tokenizer, stop_clock
 from cairn.engines.processes.fingerprint import cpu_model, installed
 from cairn.flows.driver.trust import require_trusted
-from cairn.flows.driver.validation import setup_problems
+from cairn.flows.driver.validation import longest_prompt, setup_problems
 from cairn.flows.events import Event
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.records import Environment
@@ -100,18 +99,13 @@ class Sources:
             fleet=fleet,
             tokenizer=self.tokenizer,
             data=self.data,
-            max_prompt_len=config.rollout.rollout_max_prompt_len or longest_prompt(config),
+            max_prompt_len=longest_prompt(config),
             benchmarks=self.benchmarks,
             graders=graders,
             environment=environment(),
             emit=emit,
             trusted=partial(require_trusted, store=ledger.store, recipe=recipe, of=f" of {ledger.run}"),
         )
-
-
-def longest_prompt(config: RunConfig) -> int:
-    """Return the longest prompt, in tokens, that leaves room in the context for the longest response."""
-    return context_length(check_model_folder(config.model.path)) - config.rollout.rollout_max_response_len
 
 
 def input_digests(

@@ -134,7 +134,7 @@ def data_problems(config: RunConfig, note: Note = _ignore) -> list[str]:
     def open_training() -> None:
         data = open_data(config, tokenizer, row_check(config.reward))
         if not isinstance(data, StatefulPrompts):
-            _render_some(data, note)
+            _render_some(data, longest_prompt(config) if config.samples_responses else None, note)
 
     sources: dict[str, tuple[str, Callable[[], object]]] = {"data": (" ".join(config.data.paths), open_training)}
     for index, benchmark in enumerate(config.eval.benchmarks):
@@ -149,14 +149,26 @@ def data_problems(config: RunConfig, note: Note = _ignore) -> list[str]:
     return problems
 
 
-def _render_some(data: PromptData | MixedData | DemonstrationData, note: Note) -> None:
-    """Render at most `_MOST_RENDERED` rows, evenly spaced. Raises BadData where no row yields a prompt, or a row would
-    end the run."""
+def longest_prompt(config: RunConfig) -> int:
+    """Return the longest prompt, in tokens, that a run draws: by default it leaves room in the context for the longest
+    response."""
+    room = context_length(check_model_folder(config.model.path)) - config.rollout.rollout_max_response_len
+    return config.rollout.rollout_max_prompt_len or room
+
+
+def _render_some(data: PromptData | MixedData | DemonstrationData, longest: int | None, note: Note) -> None:
+    """Render at most `_MOST_RENDERED` rows, evenly spaced. Raises BadData where no row yields a prompt of at most
+    `longest` tokens, or a row would end the run."""
     count = min(len(data), _MOST_RENDERED)
     refused = []
     for number in range(count):
         try:
-            data.row(number * len(data) // count)
+            row = data.row(number * len(data) // count)
+            if longest is not None and len(row.prompt_ids) > longest:
+                refused.append(
+                    f"{len(row.prompt_ids)} tokens, where {longest} are allowed: raise rollout_max_prompt_len, lower "
+                    "rollout_max_response_len, or use a model with a longer context"
+                )
         except BadPrompt as error:
             refused.append(str(error))
     if len(refused) == count:

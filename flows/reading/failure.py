@@ -196,6 +196,8 @@ class _Ways:
         if failure.kind == "ClusterError" and self.config.fleet.ray_address is not None:
             advice = "start the cluster; or go on with one of the run's own, without fleet.ray_address"
             return {"advice": advice, "next": self.resume(), "instead": self.anew(["fleet.ray_address=null"])}
+        if failure.kind == "BadData":
+            return {"advice": advice, "next": self.anew([])}
         if failure.kind == "NotFinite":
             return {"advice": advice, "next": self.anew([f"training.lr={self.config.training.lr / 10:g}"])}
         if (place := _CHECKPOINT.search(failure.error)) is not None and failure.kind == "Damaged":

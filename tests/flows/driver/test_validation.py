@@ -272,6 +272,10 @@ def test_training_rows_are_rendered_and_those_that_give_no_prompt_are_told(model
     data.write_text(bad)
     (problem,) = data_problems(config(model, data))
     assert problem.startswith(f"data: none of 1 rows gives a prompt; the first: {data}, row 1: the chat template")
+    data.write_text('{"prompt": "1 2 3", "label": "1"}\n')
+    (problem,) = data_problems(config(model, data, rollout={"rollout_max_prompt_len": 1}))
+    assert "none of 1 rows gives a prompt" in problem
+    assert "where 1 are allowed: raise rollout_max_prompt_len" in problem
 
 
 def test_every_data_file_is_looked_at(model: Path, data: Path, tmp_path: Path) -> None:
