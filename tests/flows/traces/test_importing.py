@@ -4,6 +4,7 @@ prime-rl by verifiers, those of verl by its own format."""
 import json
 import math
 import re
+import shlex
 import shutil
 import threading
 import time
@@ -263,6 +264,8 @@ def test_bad_lines_are_named_and_left_out(tmp_path: Path) -> None:
     named = [line for line in result.stderr.splitlines() if " is left out: " in line]
     assert [line.partition(" is")[0] for line in named] == [f"{file}, line {n}" for n in range(2, 2 + len(HOSTILE))]
     assert sql("SELECT count(*) AS n, sum(reward) AS r FROM samples") == [{"n": 2, "r": 2.0}]
+    commands = result.stdout.splitlines()[-1].removeprefix("look: ").split("; ")
+    assert [cairn(*shlex.split(one)[1:]).exit_code for one in commands] == [0, 0], "what it prints works as printed"
 
 
 def test_rewards_that_are_no_numbers_fail_their_samples_alone(tmp_path: Path) -> None:
