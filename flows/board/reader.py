@@ -156,7 +156,7 @@ class RunReader:
             "run": self.run,
             "version": self.version,
             "state": str(status.state) if self.is_read else "",
-            "reason": None if status.failure is None else status.failure.sentence,
+            "reason": getattr(status, "reason", None),
             "parent": None if status.parent is None else f"{status.parent.run}@{status.parent.iteration}",
             "iterations": status.iterations,
             "num_rollout": status.num_rollout,

@@ -22,7 +22,7 @@ from cairn.flows.board.reader import RunReader, StoreReader
 from cairn.flows.board.serving import address, listen
 from cairn.flows.orchestration.server_process import SameOriginOnly
 from cairn.storage.ledger.decisions import Gate, GateState
-from cairn.storage.ledger.leases import DriverFailure, Outcome
+from cairn.storage.ledger.leases import Outcome
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
 from tests.browser import REBOUND, Visit, visit
@@ -288,10 +288,7 @@ def test_watch_prints_what_is_done_and_ends_with_the_run(tmp_path: Path) -> None
     ledger = new_run(str(tmp_path))
     write_run(ledger, 2)
     assert ledger.lease is not None
-    ledger.lease.release(Outcome.FAILED, DriverFailure(kind="OSError", error="the disk is gone"))
-    run = RunReader(ledger.store, "toy")
-    assert run.look()
-    assert run.row(None)["reason"] == "the disk is gone", "the table of runs says why one failed"
+    ledger.lease.release(Outcome.FAILED)
     stopped = cairn("watch", "toy", "--store", tmp_path, "--json")
     first, second, state = map(json.loads, stopped.stdout.splitlines())
     assert [one["iteration"] for one in (first, second)] == [0, 1]
