@@ -147,7 +147,7 @@ class Board:
         name = request.path_params["run"]
         reader = self.reader.run(name)
         contents = self._contents.get(name)
-        if contents is None or contents.reader is not reader:
+        if contents is None or contents.ledger is not reader.ledger:  # the run may be another one of this name
             contents = RunContents(reader, self._price)
         self._contents[name] = contents
         self._contents.move_to_end(name)

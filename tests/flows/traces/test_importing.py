@@ -419,6 +419,16 @@ def test_an_import_that_is_killed_anywhere_goes_on_without_losing_or_doubling_a_
     assert cairn("verify", "killed-3").exit_code == 0
 
 
+def test_lines_are_numbered_on_after_a_restart(tmp_path: Path, make: Make) -> None:
+    importer = make()
+    for text in (json.dumps(verl_row("2 + 2?", "4", 1)), "no JSON", json.dumps(verl_row("2 + 2?", "5", 0)), "{"):
+        with (tmp_path / "live" / "1.jsonl").open("a") as opened:
+            opened.write(f"{text}\n")
+        importer = make() if text == "{" else importer
+        importer.once()
+    assert [re.findall(r", line (\d+) is", problem) for problem in importer.problems] == [["4"]]
+
+
 def test_following_takes_what_is_whole_within_a_second(tmp_path: Path, make: Make) -> None:
     ended = threading.Event()
     importer = make()
