@@ -1,7 +1,7 @@
 """Options of other trainers and their counterparts in Cairn.
 
 Each table is a YAML file of this folder: `slime.yaml`, `megatron.yaml`, `verl.yaml`, `trl.yaml`. docs/, error messages,
-`cairn import` and the adapter for functions written for slime read them. In a row:
+`cairn import` and the adapter for functions written for slime read them. A row is for one flag or several, and has:
 
 | key | meaning |
 |---|---|
@@ -22,6 +22,7 @@ from typing import Any, Literal
 from cairn.configs.yaml_file import parse_yaml
 
 Table = Literal["slime", "megatron", "verl", "trl"]
+TRAINERS: dict[Table, str] = {"slime": "slime", "megatron": "Megatron", "trl": "TRL", "verl": "verl"}
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,9 @@ def counterparts(table: Table = "slime") -> dict[str, Counterpart]:
             row.get("value"),
             row.get("values", {}),
         )
-        for group, flags in groups.items()
-        for flag, row in flags.items()
+        for group, rows in groups.items()
+        for flags, row in rows.items()
+        for flag in flags.split()
     ]
     return {one.attribute: one for one in rows}
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from cairn.configs.counterparts import Counterpart, Table, counterparts
+from cairn.configs.counterparts import TRAINERS, Counterpart, counterparts
 from cairn.configs.errors import ConfigError
 from cairn.configs.kinds import OPTIONS, canonical
 from cairn.configs.plugins import BadPlugin
@@ -459,7 +459,7 @@ def _sentence(error: ErrorDetails, section: tuple[str, ...] = ()) -> str:
 def _value_elsewhere(error: ErrorDetails) -> str:
     """Return what a value is here that another trainer has for the option; empty where none has it."""
     name = ".".join(map(str, error["loc"]))
-    for table, trainer in _TRAINERS.items():
+    for table, trainer in TRAINERS.items():
         for flag in counterparts(table).values():
             if name in flag.options[:1] and isinstance(error["input"], str) and error["input"] in flag.values:
                 return f"; {trainer}'s {error['input']} is {flag.values[error['input']]} here"
@@ -488,14 +488,11 @@ def _unknown(location: Sequence[int | str], value: Any) -> str:
     return f"{name} is not an option; did you mean {nearest}?"
 
 
-_TRAINERS: dict[Table, str] = {"slime": "slime", "megatron": "Megatron", "trl": "TRL", "verl": "verl"}
-
-
 def _elsewhere(location: Sequence[int | str]) -> Iterator[tuple[str, Counterpart]]:
     """Yield options of other trainers with this name, or this and the one before it, in the last parts of theirs."""
     words = [_word(key) for key in location]
     wanted = {words[-1], "_".join(words[-2:])}
-    for table, trainer in _TRAINERS.items():
+    for table, trainer in TRAINERS.items():
         for flag in counterparts(table).values():
             if flag.attribute.rpartition(".")[2] in wanted:
                 yield trainer, flag

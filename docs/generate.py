@@ -1,18 +1,16 @@
-"""Write docs/configuration.md, docs/metrics.md, docs/views.md and sections of docs/recovery.md, docs/benchmarks.md,
-docs/recipes.md and docs/coming-from-slime.md: `python docs/generate.py`."""
+"""Write the generated pages of docs/, and the generated sections of others, see `PAGES`: `python docs/generate.py`."""
 
 import json
 import re
 import runpy
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from cairn.configs.catalogue import benchmark_names, load_benchmark
-from cairn.configs.counterparts import Counterpart, Table, counterparts
+from cairn.configs.counterparts import Counterpart, Table, counterparts, reason
 from cairn.configs.loader import LIST_ITEM, Option, load, options
 from cairn.configs.schema.evaluation import Benchmark
 from cairn.configs.schema.run import RunConfig
@@ -191,10 +189,12 @@ def _with_counterparts(page: str, table: Table) -> str:
     begin = f"<!-- {table}: written by docs/generate.py from {name}; change that, not these lines. -->\n"
     end = f"<!-- End of {table}. -->\n"
     before, rest = page.split(begin)
-    groups = groupby(counterparts(table).values(), key=lambda flag: flag.group)
+    groups: dict[str, dict[str, list[str]]] = {}
+    for flag in counterparts(table).values():
+        groups.setdefault(flag.group, {}).setdefault(_here(flag, table), []).append(f"`{flag.flag}`")
     tables = [
-        f"### {group}\n\n{_table([table, 'here'], [[f'`{flag.flag}`', _here(flag)] for flag in flags])}"
-        for group, flags in groups
+        f"### {group}\n\n{_table([table, 'here'], [[', '.join(flags), here] for here, flags in rows.items()])}"
+        for group, rows in groups.items()
     ]
     return before + begin + "\n" + "\n".join(tables) + "\n" + end + rest.split(end)[1]
 
@@ -236,9 +236,9 @@ def _recipe(file: Path) -> list[str]:
     ]
 
 
-def _here(flag: Counterpart) -> str:
+def _here(flag: Counterpart, table: Table) -> str:
     options = " and ".join(f"`{name.replace(f'.{LIST_ITEM}', '[]')}`" for name in flag.options)
-    return f"– {flag.why}" if flag.why else "; ".join(filter(None, [options, flag.how]))
+    return f"– {reason(flag, table)}" if flag.why else "; ".join(filter(None, [options, flag.how]))
 
 
 PAGES: dict[str, Callable[[], str]] = {

@@ -29,6 +29,7 @@ ORDER = {
         "plugins.md",
         "agents.md",
         "coming-from-slime.md",
+        "importing.md",
     ],
     "Evaluate": ["evaluation.md", "benchmarks.md", "export.md"],
     "Operate": ["operations.md", "prefect.md", "artifacts.md", "recovery.md", "decisions.md", "security.md"],

@@ -200,18 +200,15 @@ def adapted(
                 label=as_in_row(sample.label),
                 metadata=copy.deepcopy(sample.metadata),
             )
-            params = ctx.sampling
+            args = _Generating(ctx, session)
             given = {
-                "args": _Generating(ctx, session),
+                "args": args,
                 "sample": slime_sample,
                 "samples": [slime_sample],
                 "sampling_params": {
-                    "temperature": params.temperature,
-                    "top_p": params.top_p,
-                    "top_k": params.top_k,
-                    "max_new_tokens": params.max_new_tokens,
-                    "stop": list(params.stop),
-                    "stop_token_ids": list(params.stop_token_ids),
+                    **GenerateState(args).sampling_params,
+                    "stop": [*args.rollout_stop],
+                    "stop_token_ids": [*args.rollout_stop_token_ids],
                     "skip_special_tokens": True,
                     "no_stop_trim": True,
                     "spaces_between_special_tokens": False,

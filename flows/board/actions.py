@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from cairn.configs.errors import BadInput
@@ -20,22 +21,13 @@ Answer = dict[str, Any]
 """`sentence`, for the person; `run`, where there is a new one."""
 
 
-def approve(store: Store, run: str, given: Mapping[str, str]) -> Answer:
-    """Approve the gate at which a run waits."""
-    return _verdict(store, run, given, approved=True)
-
-
-def reject(store: Store, run: str, given: Mapping[str, str]) -> Answer:
-    """Reject a run at the gate at which it waits."""
-    return _verdict(store, run, given, approved=False)
-
-
-def _verdict(store: Store, run: str, given: Mapping[str, str], *, approved: bool) -> Answer:
-    from cairn.flows.reading.gates import decide
+def decide(store: Store, run: str, given: Mapping[str, str], *, approved: bool) -> Answer:
+    """Approve or reject a run at the gate at which it waits."""
+    from cairn.flows.reading import gates
 
     ledger = Ledger.open(store, run)
     config = from_manifest(ledger.manifest.config)
-    decision = decide(ledger, config, None, approved=approved, why=given.get("why") or None, by=None)
+    decision = gates.decide(ledger, config, None, approved=approved, why=given.get("why") or None, by=None)
     return {"sentence": f"{'Approved' if approved else 'Rejected'} by {decision.by}, as decision {decision.number}."}
 
 
@@ -72,8 +64,8 @@ def fork(store: Store, run: str, given: Mapping[str, str]) -> Answer:
 
 
 ACTIONS: Mapping[str, Callable[[Store, str, Mapping[str, str]], Answer]] = {
-    "approve": approve,
-    "reject": reject,
+    "approve": partial(decide, approved=True),
+    "reject": partial(decide, approved=False),
     "cancel": cancel,
     "fork": fork,
 }

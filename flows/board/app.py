@@ -75,14 +75,7 @@ class Board:
                 Route(f"{data}/{{action}}", self._act, methods=["POST"]),
             ],
             middleware=[Middleware(GZipMiddleware, minimum_size=2000, compresslevel=3)],
-            exception_handlers={
-                HTTPException: _refuse,
-                FileNotFoundError: _fail(404),
-                LookupError: _fail(404),
-                BadInput: _fail(400),
-                ValueError: _fail(400),
-                Failure: _fail(503),
-            },
+            exception_handlers={HTTPException: _refuse, **dict.fromkeys(_STATUS, _refuse)},
         )
 
     # Functions without `async` run in a thread of their own.
@@ -147,7 +140,7 @@ class Board:
         name = request.path_params["run"]
         reader = self.reader.run(name)
         contents = self._contents.get(name)
-        if contents is None or contents.reader is not reader:
+        if contents is None or contents.ledger is not reader.ledger:  # the run may be another one of this name
             contents = RunContents(reader, self._price)
         self._contents[name] = contents
         self._contents.move_to_end(name)
@@ -191,19 +184,16 @@ def _number(request: Request, name: str) -> int | None:
     return int(text) if name in ("group_id", "sample_index") else min(int(text), LAST_NUMBER)
 
 
+_STATUS = {FileNotFoundError: 404, LookupError: 404, BadInput: 400, ValueError: 400, Failure: 503}
+"""Statuses of errors, by the nearest class."""
+
+
 def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return _trouble(request, error.status_code, error.detail)
-
-
-def _fail(status: int) -> Callable[[Request, Exception], Response]:
-    def answer(request: Request, error: Exception) -> Response:
-        return _trouble(request, status, str(error.args[0] if type(error) is LookupError else error))
-
-    return answer
-
-
-def _trouble(request: Request, status: int, text: str) -> Response:
+    if isinstance(error, HTTPException):
+        status, text = error.status_code, error.detail
+    else:
+        status = next(_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS)
+        text = str(error.args[0] if type(error) is LookupError else error)
     if request.url.path.startswith("/data/"):
         return _json({"detail": text}, status=status)
     return Response(printable(f"{text}\n"), status, media_type="text/plain", headers=_HEADERS)

@@ -85,7 +85,9 @@ class RunContents:
     """What the page of one run shows. Thread-safe: one answer at a time is computed."""
 
     def __init__(self, reader: RunReader, price: float | None = None) -> None:
-        self.reader = reader
+        if reader.ledger is None:
+            raise LookupError(f"run {reader.run!r} cannot be read: it is {reader.status.state}")
+        self.reader, self.ledger = reader, reader.ledger
         self._price = price
         self._lock, self._reading, self._opening = (threading.RLock() for _ in range(3))
         """Locks of the values, of the samples, and of the tokenizer, which takes seconds to load."""
@@ -132,7 +134,7 @@ class RunContents:
             return answer.get(version, lambda: (f"{version}-{first}-{last}", self._read_samples(first, last)))
 
     def _read_samples(self, first: int | None, last: int | None) -> dict[str, Any]:
-        ledger = self._ledger()
+        ledger = self.ledger
         is_newest = first is None or last is None
         low, high = self._newest(ledger, SAMPLES) if first is None or last is None else (first, last)
         samples = self._samples_of(ledger, low, high)
@@ -156,7 +158,7 @@ class RunContents:
 
     def tokens(self, iteration: int, group: int, index: int) -> dict[str, Any]:
         """Return tokens and turns of one sample. Raises LookupError if there is no such sample."""
-        ledger = self._ledger()
+        ledger = self.ledger
         place = {"iteration": iteration, "group_id": group, "sample_index": index}
         with self._reading:
             known = [samples.rows for samples in self._samples.values()]
@@ -172,7 +174,7 @@ class RunContents:
         return {"blocks": _packed(detail_blocks(ledger, one, np.zeros(1, np.int64), tokens, self._texts))}
 
     def _compute(self, version: int) -> tuple[str, dict[str, Any], bytes]:
-        ledger, status, config = self._ledger(), self.reader.status, self.reader.config
+        ledger, status, config = self.ledger, self.reader.status, self.reader.config
         assert config is not None
         numbers = ledger.iterations()
         read = list(self._iterations(ledger, numbers))
@@ -222,12 +224,6 @@ class RunContents:
         each = self._known[last - 1].metrics.get("rollout/samples", 0) if last - 1 in self._known else 0
         each = each or config.samples_per_rollout
         return max(0, last + 1 - max(2, -(-count // max(1, int(each))))), last
-
-    def _ledger(self) -> Ledger:
-        ledger = self.reader.ledger
-        if ledger is None:
-            raise LookupError(f"run {self.reader.run!r} cannot be read: it is {self.reader.status.state}")
-        return ledger
 
 
 def _row(rows: pa.Table, place: Mapping[str, int]) -> pa.Table:

@@ -105,7 +105,7 @@ def traces(
         samples=importer.samples,
         problems=tuple(importer.problems),
     )
-    return Shown(result, _lines(result, root.url), failed=bool(result.problems))
+    return Shown(result, _lines(result, ledger.store.url), failed=bool(result.problems))
 
 
 @contextmanager
@@ -131,11 +131,13 @@ def _weights(rewards: list[str]) -> Mapping[str, float]:
     return weights
 
 
-def _lines(result: "ImportedRun", store: str) -> list[str]:
-    where = "" if store == "." else f" --store {store}"
+def _lines(result: "ImportedRun", url: str) -> list[str]:
+    from cairn.flows.reading.failure import Terminal
+
+    line = Terminal(url).line
     lines = [
         f"run {result.run}: {result.iterations} iterations with {result.samples:,} samples added from {result.source}"
     ]
     if result.problems:
         lines.append(f"{len(result.problems)} problems, named above")
-    return [*lines, f"look: cairn report {result.run}{where}; cairn show {result.run} 0{where}"]
+    return [*lines, f"look: {line('cairn', 'report', result.run)}; {line('cairn', 'show', result.run)}"]

@@ -2,14 +2,14 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from cairn.configs.counterparts import Counterpart, Table, reason
+from cairn.configs.counterparts import TRAINERS, Counterpart, Table, counterparts, reason
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import section_of, without_idle
 from cairn.configs.schema.base import has_credentials
@@ -38,10 +38,6 @@ class Draft:
         if comment:
             self._comments[option] = plain(comment)
 
-    def comment(self, option: str, text: str) -> None:
-        """Set the comment on an option."""
-        self._comments[option] = plain(text)
-
     def leave_out(self, flag: str, why: str) -> None:
         """Record that a flag has no effect here."""
         self._left_out[flag] = plain(why)
@@ -67,6 +63,28 @@ class Draft:
         same = row.attribute.rpartition(".")[2] == option.rpartition(".")[2]
         self.set(option, value, "" if same else flag)
         self._sources[option] = flag
+
+    def take_options(
+        self,
+        options: Mapping[str, Any],
+        given: Collection[str],
+        table: Table,
+        near: Callable[[str], str] = lambda name: "no counterpart is known here",
+    ) -> None:
+        """Set every option with a counterpart, and leave out the others.
+
+        Args:
+            given: names of those that are not the trainer's defaults.
+            near: returns why one that the table lacks is left out.
+        """
+        rows = counterparts(table)
+        for name, value in options.items():
+            if (row := rows.get(name)) is None:
+                self.leave_out(f"{name}={written('', [value]).strip()}", near(name))
+                continue
+            self.take(row, value if isinstance(value, list) else [value], table)
+            if name not in given and row.options:
+                self._comments[row.options[0]] = f"{TRAINERS[table]}'s default"
 
     def without_idle(self) -> list[str]:
         """Leave out the options that have no effect, and return the problems of the recipe."""

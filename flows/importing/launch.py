@@ -82,7 +82,7 @@ def launch_of(script: Path, environment: Mapping[str, str]) -> Launch:
     notes: dict[str, None] = {}
     for _ in range(MOST_TRIES):
         calls: list[list[str]] = []
-        bash = _interpreter(root, script.parent, environment, missing, ignored, calls)
+        bash = _interpreter(root, environment, missing, ignored, calls)
         result = bash.execute_sync(f"source {shlex.quote(str(script))}")
         if not _add_missing(result.stderr, root, missing, ignored, notes):
             break
@@ -131,7 +131,6 @@ def _checkout(script: Path) -> Path:
 
 def _interpreter(
     root: Path,
-    folder: Path,
     environment: Mapping[str, str],
     files: Mapping[str, str],
     ignored: set[str],
@@ -143,9 +142,6 @@ def _interpreter(
         calls.append([context.name, *context.argv])
         return ""
 
-    def nothing(context: Any) -> str:
-        return ""
-
     flags = {name for name in ignored if name.startswith("-")}
     return Bash(
         cwd=str(root),
@@ -154,7 +150,7 @@ def _interpreter(
         allowed_mount_paths=[str(root)],
         files=dict(files),
         custom_builtins={
-            **dict.fromkeys(ignored - flags, nothing),
+            **dict.fromkeys(ignored - flags, lambda context: ""),
             **dict.fromkeys((*RECORDED, *flags), record),
         },
         max_commands=MOST_COMMANDS,

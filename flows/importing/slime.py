@@ -12,6 +12,7 @@ from cairn.configs.counterparts import counterparts
 from cairn.configs.kinds import OPTIONS
 from cairn.configs.plugins import RELATIVE_IMPORT, BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.evaluation import BenchmarkConfig
 from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.yaml_file import parse_yaml
 from cairn.engines.training.megatron.permitted import PERMITTED
@@ -218,20 +219,6 @@ def _is_grader(name: str) -> bool:
     return True
 
 
-_EVAL_NAMES = {
-    "n_samples_per_eval_prompt": "n_samples_per_eval_prompt",
-    "max_response_len": "max_response_len",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "input_key": "input_key",
-    "label_key": "label_key",
-    "metadata_key": "metadata_key",
-    "tool_key": "tool_key",
-    "rm_type": "rm_type",
-}
-
-
 def _eval_config(draft: Draft, file: str, text: str | None) -> Iterator[dict[str, Any]]:
     """Yield the data sets in a file of `--eval-config`."""
     try:
@@ -244,10 +231,10 @@ def _eval_config(draft: Draft, file: str, text: str | None) -> Iterator[dict[str
         if not {"name", "path"} <= one.keys():
             continue
         merged = {**defaults, **one}
-        known = {ours: merged[name] for name, ours in _EVAL_NAMES.items() if name in merged}
-        for name in sorted(merged.keys() - _EVAL_NAMES.keys() - {"name", "path"}):
+        for name in sorted(merged.keys() - BenchmarkConfig.model_fields.keys()):
+            del merged[name]
             draft.leave_out(f"{name} of --eval-config", "benchmarks have no such option")
-        yield {"name": one["name"], "path": one["path"], **known}
+        yield {"name": merged.pop("name"), "path": merged.pop("path"), **merged}
 
 
 def _code(draft: Draft, flags: Flags, launch: Launch) -> None:

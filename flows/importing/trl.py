@@ -5,9 +5,8 @@ from typing import Any
 
 import yaml
 
-from cairn.configs.counterparts import counterparts
 from cairn.configs.yaml_file import parse_yaml
-from cairn.flows.importing.draft import Draft, count, typed, written
+from cairn.flows.importing.draft import Draft, count, typed
 from cairn.flows.importing.launch import Launch
 from cairn.flows.importing.slime import flags_of
 
@@ -61,6 +60,7 @@ def options(launch: Launch) -> dict[str, Any]:
 
 def recipe_of(given: Mapping[str, Any]) -> Draft:
     """Return the recipe of TRL's options."""
+    given = {name: value for name, value in given.items() if value is not None}
     draft, options = Draft(), {**DEFAULTS, **given}
     processes = count(options.pop("num_processes", 1), 1)
     for name in ("config_file", "mixed_precision", "num_machines", "machine_rank", "main_process_port", "standalone"):
@@ -81,15 +81,7 @@ def recipe_of(given: Mapping[str, Any]) -> Draft:
     _loss(draft, options)
     _reward(draft, options)
     _evaluation(draft, options)
-    rows = counterparts("trl")
-    for name, value in options.items():
-        row = rows.get(name)
-        if row is not None and value is not None:
-            draft.take(row, value if isinstance(value, list) else [value], "trl")
-            if name not in given:
-                draft.comment(row.options[0], "TRL's default")
-        elif row is None:
-            draft.leave_out(f"{name}={written('', [value]).strip()}", "no counterpart is known here")
+    draft.take_options(options, given, "trl")
     return draft
 
 

@@ -10,7 +10,7 @@ import yaml
 from cairn.configs.counterparts import counterparts
 from cairn.configs.yaml_file import parse_yaml
 from cairn.engines.training.megatron.permitted import PERMITTED
-from cairn.flows.importing.draft import Draft, count, written
+from cairn.flows.importing.draft import Draft, count
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -176,30 +176,14 @@ def _data(draft: Draft, options: dict[str, Any]) -> None:
         "verl's rows hold the answer in reward_model.ground_truth: write it into a column of its own, data.label_key"
     )
     if held_out not in (None, "", []) and "eval.eval_interval" in draft.values:
-        sampling = {
-            ours: options.pop(f"{ROLLOUT}.val_kwargs.{theirs}", default)
-            for ours, theirs, default in (
-                ("temperature", "temperature", 0),
-                ("top_p", "top_p", 1.0),
-                ("top_k", "top_k", -1),
-                ("n_samples_per_eval_prompt", "n", 1),
-            )
-        }
-        rows = [row for row in (held_out if isinstance(held_out, list) else [held_out]) if row]
-        length = options["data.max_response_length"]
-        draft.set(
-            "eval.benchmarks",
-            [
-                {
-                    "name": Path(str(row)).parent.name or f"val{i}",
-                    "path": str(row),
-                    "max_response_len": length,
-                    **sampling,
-                }
-                for i, row in enumerate(rows)
-            ],
-            "data.val_files",
-        )
+        defaults = {"temperature": 0, "top_p": 1.0, "top_k": -1, "n": 1}
+        sampling = {name: options.pop(f"{ROLLOUT}.val_kwargs.{name}", value) for name, value in defaults.items()}
+        sampling["n_samples_per_eval_prompt"] = sampling.pop("n")
+        sampling = {"max_response_len": options["data.max_response_length"], **sampling}
+        rows = [str(row) for row in (held_out if isinstance(held_out, list) else [held_out]) if row]
+        names = [Path(row).parent.name or f"val{number}" for number, row in enumerate(rows)]
+        benchmarks = [{"name": name, "path": row, **sampling} for name, row in zip(names, rows, strict=True)]
+        draft.set("eval.benchmarks", benchmarks, "data.val_files")
         options.pop(f"{ROLLOUT}.val_kwargs.do_sample", None)
     elif "eval.eval_interval" in draft.values:
         del draft.values["eval.eval_interval"]
@@ -256,21 +240,16 @@ def _algorithm(draft: Draft, options: dict[str, Any]) -> None:
 
 
 def _others(draft: Draft, options: Mapping[str, Any], given: Mapping[str, Any], megatron: bool) -> None:
-    rows = counterparts("verl")
+    rest = {}
     for name, value in options.items():
-        row = rows.get(name)
         part = name.removeprefix(f"{ACTOR}.megatron.")
-        if row is not None and row.options and name not in given:
-            draft.take(row, [value], "verl")
-            draft.comment(row.options[0], "verl's default")
-        elif row is not None:
-            draft.take(row, value if isinstance(value, list) else [value], "verl")
-        elif megatron and part in PERMITTED:
+        if megatron and part in PERMITTED and name not in counterparts("verl"):
             draft.set(f"training.megatron.{part}", value)
         elif name.startswith(f"{ROLLOUT}.engine_kwargs.sglang."):
             draft.set(f"rollout.sglang.{name.rpartition('.')[2]}", value)
         else:
-            draft.leave_out(f"{name}={written('', [value]).strip()}", _near(name))
+            rest[name] = value
+    draft.take_options(rest, given, "verl", _near)
 
 
 def _near(name: str) -> str:

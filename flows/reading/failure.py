@@ -93,7 +93,8 @@ class Terminal:
     def line(self, *words: str) -> str:
         """Return a command with the store, the folder and the variables that it needs."""
         folder = self.folder or os.getcwd()
-        place = () if self.url == folder else ("--store", _near(self.url, folder))
+        default = os.path.normpath(os.path.join(folder, os.environ.get("CAIRN_STORE", "")))
+        place = () if self.url == folder == default else ("--store", _near(self.url, folder))
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
         command = " ".join([*variables, shlex.join([*words, *place])])
         return command if folder == os.getcwd() else f"cd {shlex.quote(folder)} && {command}"

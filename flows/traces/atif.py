@@ -26,6 +26,7 @@ from cairn.flows.traces.recorded import (
     record,
     segments,
     spelled,
+    spoken,
     text,
     whole,
 )
@@ -87,15 +88,9 @@ def _is_answer(step: Mapping[str, Any]) -> bool:
 
 
 def _spoken(step: Mapping[str, Any]) -> tuple[str, str]:
-    parts = [content(step.get("message"), "message")]
-    if thoughts := content(step.get("reasoning_content"), "reasoning_content"):
-        parts.insert(0, f"<think>\n{thoughts}\n</think>\n\n")
-    for call in listed(step.get("tool_calls"), "tool_calls"):
-        called = record(call, "tool_calls")
-        parts.append(f"\n[tool call {spelled(called.get('function_name'))} {spelled(called.get('arguments'))}]")
-    for result in listed(record(step.get("observation"), "observation").get("results"), "results"):
-        parts.append(f"\n[result] {content(record(result, 'results').get('content'), 'content')}")
-    return text(step.get("source"), "source"), "".join(parts)
+    found = listed(record(step.get("observation"), "observation").get("results"), "results")
+    results = [f"\n[result] {content(record(one, 'results').get('content'), 'content')}" for one in found]
+    return text(step.get("source"), "source"), "".join([spoken(step, "message", "function_name"), *results])
 
 
 def _metrics(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

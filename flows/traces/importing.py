@@ -17,7 +17,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -192,7 +192,6 @@ class Importer:
         self._places: dict[str, _Place] = {}
         self._next_group = 0
         self._next_iteration = 0
-        self._notes: set[str] = set()
         self.iterations = 0
         self.samples = 0
         self.problems: list[str] = []
@@ -212,14 +211,14 @@ class Importer:
                     raise Damaged(f"an iteration of run {self._ledger.run!r} before {last} has no rollout commit")
                 self._next_group = int(rollout.values["first_group"]) + int(rollout.values["groups"])  # type: ignore[arg-type]
                 for file, start, end, sha256 in _inputs(rollout):
-                    data = self._bytes(file, start, end)
-                    if data is not None and hashlib.sha256(data).hexdigest() != sha256:
+                    place = self._places.setdefault(file, _Place())
+                    data = self._bytes(file, place.end, end)  # with lines before it that were left out
+                    if data is not None and hashlib.sha256(data[start - place.end :]).hexdigest() != sha256:
                         raise CannotImport(
                             f"{self._path(file)} has changed since its bytes {start} to {end} became iteration "
                             f"{rollout.iteration} of run {self._ledger.run}: import it as another run (--run NAME)"
                         )
-                    place = self._places.setdefault(file, _Place())
-                    place.end = max(place.end, end)
+                    place.end = end
                     place.lines += 0 if data is None else data.count(b"\n")
         if last is not None:
             self._complete(last)
@@ -303,10 +302,13 @@ class Importer:
 
     def _read_line(self, file: str, number: int, line: bytes, samples: list[Recorded], hint: str = "") -> None:
         try:
-            samples += self._format.read(record(from_json(line.decode("utf-8-sig")), "the line"), self._reading)
+            samples += self._samples_of(line)
         except (Unreadable, ValueError) as error:
             what = error if isinstance(error, Unreadable) else f"it is not JSON ({error!s:.100})"
             self._add_problem(f"{self._path(file)}, line {number} is left out: {what}{hint}")
+
+    def _samples_of(self, line: bytes) -> list[Recorded]:
+        return self._format.read(record(from_json(line.decode("utf-8-sig")), "the line"), self._reading)
 
     def _whole(self, file: str, data: bytes, place: _Place, following: bool) -> _Piece | None:
         if place.end:
@@ -371,10 +373,8 @@ class Importer:
                 samples += self._format.read(data, self._reading)
                 continue
             for line in filter(bytes.strip, data.split(b"\n")):
-                try:
-                    samples += self._format.read(record(from_json(line.decode("utf-8-sig")), "the line"), self._reading)
-                except (Unreadable, ValueError):
-                    continue  # reported when the rollout was committed
+                with suppress(Unreadable, ValueError):  # reported when the rollout was committed
+                    samples += self._samples_of(line)
         batch = Batch(samples, iteration, int(rollout.values["first_group"]))  # type: ignore[arg-type]
         self._commit_steps(batch, {}, made)
 
@@ -434,8 +434,7 @@ class Importer:
                 return None
 
     def _note(self, sentence: str) -> None:
-        if sentence not in self._notes:
-            self._notes.add(sentence)
+        if sentence not in self.problems:
             self._add_problem(sentence)
 
     def _add_problem(self, sentence: str) -> None:

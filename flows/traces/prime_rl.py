@@ -26,6 +26,7 @@ from cairn.flows.traces.recorded import (
     record,
     segments,
     spelled,
+    spoken,
     text,
     whole,
 )
@@ -137,18 +138,9 @@ def _branches(nodes: Sequence[Node]) -> Iterator[list[int]]:
 def _texts(nodes: Sequence[Node], branch: Sequence[int]) -> tuple[str, str]:
     """Return the texts of the messages before the first sampled one, and from that on."""
     first = next((place for place, node in enumerate(branch) if nodes[node].get("sampled")), len(branch))
-    spoken = [_spoken(record(nodes[node].get("message"), "message")) for node in branch]
-    return conversation(spoken[:first]), conversation(spoken[first:])
-
-
-def _spoken(message: Mapping[str, Any]) -> tuple[str, str]:
-    parts = [content(message.get("content"), "content")]
-    if thoughts := content(message.get("reasoning_content"), "reasoning_content"):
-        parts.insert(0, f"<think>\n{thoughts}\n</think>\n\n")
-    for call in listed(message.get("tool_calls"), "tool_calls"):
-        called = record(call, "tool_calls")
-        parts.append(f"\n[tool call {spelled(called.get('name'))} {spelled(called.get('arguments'))}]")
-    return content(message.get("role"), "role"), "".join(parts)
+    messages = [record(nodes[node].get("message"), "message") for node in branch]
+    said = [(content(one.get("role"), "role"), spoken(one, "content", "name")) for one in messages]
+    return conversation(said[:first]), conversation(said[first:])
 
 
 def _tokens(nodes: Sequence[Node], branch: Sequence[int], reasons: Mapping[int | None, Any]) -> Tokens | None:

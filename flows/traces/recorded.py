@@ -169,6 +169,17 @@ def content(value: Any, name: str) -> str:
     return "" if value is None else text(value, name)
 
 
+def spoken(message: Mapping[str, Any], said: str, function: str) -> str:
+    """Return what a message says: thoughts, text and calls of tools. `said`, `function`: keys of the text, and of a
+    call's function."""
+    thoughts = content(message.get("reasoning_content"), "reasoning_content")
+    calls = [record(call, "tool_calls") for call in listed(message.get("tool_calls"), "tool_calls")]
+    called = [f"\n[tool call {spelled(one.get(function))} {spelled(one.get('arguments'))}]" for one in calls]
+    return "".join(
+        [f"<think>\n{thoughts}\n</think>\n\n" if thoughts else "", content(message.get(said), said), *called]
+    )
+
+
 def conversation(messages: Sequence[tuple[str, str]]) -> str:
     """Return messages, each of a role and a text, as one text. A single message is its text."""
     if len(messages) == 1:

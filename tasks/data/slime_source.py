@@ -174,7 +174,10 @@ def as_function(source: type, name: str, values: Mapping[str, Any]) -> Callable[
     def get_samples(path: str, state: Any, count: int, results: Sequence[Any]) -> tuple[list[Any], Any]:
         state = state or {"memory": {}, "drawn": 0, "open": {}}
         now = _memory(instance, name, known=made)
-        for attribute, value in {**begun, **state["memory"]}.items():
+        wanted = {**begun, **state["memory"]}
+        for attribute in now.keys() - wanted.keys():  # set after this state, by a draw that is repeated
+            delattr(instance, attribute)
+        for attribute, value in wanted.items():
             if now.get(attribute) != value:
                 _restore(instance, attribute, value)
         if hears and results:

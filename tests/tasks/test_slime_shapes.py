@@ -175,6 +175,22 @@ def test_a_data_source_is_the_same_after_every_commit(project: Path, tiny_assets
     assert rounds[2][3] not in rounds[0]
 
 
+def test_a_repeated_draw_finds_no_attribute_that_was_set_after_its_state(project: Path, tiny_assets: Path) -> None:
+    (project / "late.py").write_text("""\
+class Late:
+    def get_samples(self, num_samples):
+        from slime.data import Sample
+
+        self.drawn = getattr(self, "drawn", 0) + num_samples
+        return [[Sample(prompt=str(self.drawn), label="")] for _ in range(num_samples)]
+""")
+    config = recipe(project, tiny_assets, data={"get_samples_path": f"{project}/late.py", "label_key": "label"})
+    source = open_data(config, load_tokenizer(config.model.path))
+    first, again = (source.draw(0, 4, (), max_prompt_len=None) for _ in range(2))
+    assert [row.prompt_text for row in first.rows] == [row.prompt_text for row in again.rows]
+    assert first.cursor == again.cursor
+
+
 @pytest.mark.parametrize(
     ("option", "name", "recorded"),
     [

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 import uvicorn
+from starlette.testclient import TestClient
 
 from cairn.flows.board import reader as reading
 from cairn.flows.board.app import Board
@@ -282,6 +285,21 @@ def test_the_board_reads_an_object_store(s3_url: str) -> None:
     wait_for(lambda: store.run("toy") and "3 of 3 iterations" in contents.facts()["content"], 60)
     assert contents.values()[0] != before
     store.close()
+
+
+def test_another_run_of_the_same_name_takes_nothing_of_the_one_before(tmp_path: Path) -> None:
+    write_run(new_run(str(tmp_path), training={"lr": 0.0123}), 2)
+    with closing(StoreReader(open_store(str(tmp_path)))) as store:
+        client = TestClient(Board(store, TOKEN).app())
+
+        def page() -> str:
+            return str(client.get("/data/runs/toy/facts").json().get("content"))
+
+        assert "0.0123" in page()
+        shutil.rmtree(tmp_path / "runs" / "toy")
+        write_run(new_run(str(tmp_path), training={"lr": 0.0456}), 2)
+        wait_for(lambda: "0.0456" in page())
+        assert "0.0123" not in page()
 
 
 def test_watch_prints_what_is_done_and_ends_with_the_run(tmp_path: Path) -> None:

@@ -132,6 +132,9 @@ def test_a_command_names_the_folder_the_variables_and_the_store(
         f"cd '{tmp_path}/a b' && PYTHONPATH='x y' cairn resume toy --store store"
     )
     assert Terminal(os.getcwd(), os.getcwd()).line("cairn", "resume", "toy") == "cairn resume toy"
+    with monkeypatch.context() as patch:
+        patch.setenv("CAIRN_STORE", "s3://elsewhere")
+        assert Terminal(os.getcwd()).line("cairn", "runs") == f"cairn runs --store {os.getcwd()}"
     assert Terminal("s3://b/x").line("cairn", "runs") == "cairn runs --store s3://b/x"
     forged = Holder.this_process().model_copy(update={"variables": {"LD_PRELOAD": "x", "PYTHONPATH": "y"}})
     assert Terminal.of(open_store(str(tmp_path)), forged).line("cairn", "runs") == "PYTHONPATH=y cairn runs"

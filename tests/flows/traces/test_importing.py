@@ -4,6 +4,7 @@ prime-rl by verifiers, those of verl by its own format."""
 import json
 import math
 import re
+import shlex
 import shutil
 import threading
 import time
@@ -263,6 +264,8 @@ def test_bad_lines_are_named_and_left_out(tmp_path: Path) -> None:
     named = [line for line in result.stderr.splitlines() if " is left out: " in line]
     assert [line.partition(" is")[0] for line in named] == [f"{file}, line {n}" for n in range(2, 2 + len(HOSTILE))]
     assert sql("SELECT count(*) AS n, sum(reward) AS r FROM samples") == [{"n": 2, "r": 2.0}]
+    commands = result.stdout.splitlines()[-1].removeprefix("look: ").split("; ")
+    assert [cairn(*shlex.split(one)[1:]).exit_code for one in commands] == [0, 0], "what it prints works as printed"
 
 
 def test_rewards_that_are_no_numbers_fail_their_samples_alone(tmp_path: Path) -> None:
@@ -414,6 +417,16 @@ def test_an_import_that_is_killed_anywhere_goes_on_without_losing_or_doubling_a_
     assert [tuple(row.values()) for row in sql(f"SELECT {columns} FROM samples ORDER BY ALL")] == expected
     assert sql("SELECT count(*) AS n FROM steps") == [{"n": 9 * 8}]
     assert cairn("verify", "killed-3").exit_code == 0
+
+
+def test_lines_are_numbered_on_after_a_restart(tmp_path: Path, make: Make) -> None:
+    importer = make()
+    for text in (json.dumps(verl_row("2 + 2?", "4", 1)), "no JSON", json.dumps(verl_row("2 + 2?", "5", 0)), "{"):
+        with (tmp_path / "live" / "1.jsonl").open("a") as opened:
+            opened.write(f"{text}\n")
+        importer = make() if text == "{" else importer
+        importer.once()
+    assert [re.findall(r", line (\d+) is", problem) for problem in importer.problems] == [["4"]]
 
 
 def test_following_takes_what_is_whole_within_a_second(tmp_path: Path, make: Make) -> None:
