@@ -12,7 +12,6 @@ Each table is a YAML file of this folder: `slime.yaml`, `megatron.yaml`, `verl.y
 | `values` | the option's values by the trainer's |
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -69,13 +68,6 @@ def counterparts(table: Table = "slime") -> dict[str, Counterpart]:
         for flag in flags.split()
     ]
     return {one.attribute: one for one in rows}
-
-
-def reason(row: Counterpart, table: Table = "slime") -> str:
-    """Return why an option has no counterpart, or how it is done otherwise, without a reference to another row."""
-    match = re.match(r"as `([^`]+)`", row.why)
-    other = counterparts(table).get(match[1].removeprefix("--").replace("-", "_")) if match else None
-    return row.why or row.how if other is None else reason(other, table) + row.why[len(match[0]) :]  # type: ignore[index]
 
 
 def _names(to: str | list[str] | None) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from cairn.configs.catalogue import benchmark_names, load_benchmark
-from cairn.configs.counterparts import Counterpart, Table, counterparts, reason
+from cairn.configs.counterparts import Counterpart, Table, counterparts
 from cairn.configs.loader import LIST_ITEM, Option, load, options
 from cairn.configs.schema.evaluation import Benchmark
 from cairn.configs.schema.run import RunConfig
@@ -191,7 +191,7 @@ def _with_counterparts(page: str, table: Table) -> str:
     before, rest = page.split(begin)
     groups: dict[str, dict[str, list[str]]] = {}
     for flag in counterparts(table).values():
-        groups.setdefault(flag.group, {}).setdefault(_here(flag, table), []).append(f"`{flag.flag}`")
+        groups.setdefault(flag.group, {}).setdefault(_here(flag), []).append(f"`{flag.flag}`")
     tables = [
         f"### {group}\n\n{_table([table, 'here'], [[', '.join(flags), here] for here, flags in rows.items()])}"
         for group, rows in groups.items()
@@ -236,9 +236,9 @@ def _recipe(file: Path) -> list[str]:
     ]
 
 
-def _here(flag: Counterpart, table: Table) -> str:
+def _here(flag: Counterpart) -> str:
     options = " and ".join(f"`{name.replace(f'.{LIST_ITEM}', '[]')}`" for name in flag.options)
-    return f"– {reason(flag, table)}" if flag.why else "; ".join(filter(None, [options, flag.how]))
+    return f"– {flag.why}" if flag.why else "; ".join(filter(None, [options, flag.how]))
 
 
 PAGES: dict[str, Callable[[], str]] = {

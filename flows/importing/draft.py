@@ -9,7 +9,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from cairn.configs.counterparts import TRAINERS, Counterpart, Table, counterparts, reason
+from cairn.configs.counterparts import TRAINERS, Counterpart, Table, counterparts
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import section_of, without_idle
 from cairn.configs.schema.base import has_credentials
@@ -42,11 +42,11 @@ class Draft:
         """Record that a flag has no effect here."""
         self._left_out[flag] = plain(why)
 
-    def take(self, row: Counterpart, words: Sequence[Any], table: Table = "slime") -> None:
+    def take(self, row: Counterpart, words: Sequence[Any]) -> None:
         """Set the option that a table names for a flag with these values, or record why there is none."""
         flag = written(row.flag, words)
         if not row.options:
-            self.leave_out(flag, reason(row, table))
+            self.leave_out(flag, row.why or row.how)
             return
         if row.value is not None and words and _parsed(str(words[0])) is False:
             return  # a switch that is off
@@ -82,7 +82,7 @@ class Draft:
             if (row := rows.get(name)) is None:
                 self.leave_out(f"{name}={written('', [value]).strip()}", near(name))
                 continue
-            self.take(row, value if isinstance(value, list) else [value], table)
+            self.take(row, value if isinstance(value, list) else [value])
             if name not in given and row.options:
                 self._comments[row.options[0]] = f"{TRAINERS[table]}'s default"
 

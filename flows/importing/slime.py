@@ -319,7 +319,7 @@ def _others(draft: Draft, flags: Flags) -> None:
         elif row is not None and row.attribute in _COMPUTED:
             continue
         elif row is not None:
-            draft.take(row, words, "slime" if name in ours else "megatron")
+            draft.take(row, words)
         elif name in PERMITTED and uses_megatron:
             draft.set(f"training.megatron.{name}", typed("training.megatron.x", words))
         else:
