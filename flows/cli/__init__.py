@@ -42,7 +42,8 @@ for panel, functions in GROUPS.items():
 imports = typer.Typer(
     cls=RecipeByDefault,
     no_args_is_help=True,
-    help="Import a launch script as a recipe, or traces as a run.",
+    help="Import a launch script as a recipe, or traces as a run.\n\n`cairn import FILE` is short for `cairn import "
+    "recipe FILE`.",
 )
 imports.command("recipe")(command(import_recipe))
 imports.command()(command(traces))

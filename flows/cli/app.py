@@ -100,12 +100,13 @@ def describe(error: Exception) -> str:
         return f"no space is left: {error}; free some"
     if not isinstance(error, RunDiffers):
         return str(error)
-    lines = []
+    lines, asked = [], False
     for field, old, new in error.differences:
         if field.startswith("digest of "):
             if not field.endswith(":modules"):
                 lines.append(f"  {field}: {str(old)[:4]}… in the ledger, {str(new)[:4]}… now")
             continue
+        asked = True
         before, now = (dumps(value, ensure_ascii=False) for value in (old, new))
         lines.append(f"  {field}: {before} in the ledger, {now} requested")
     return "\n".join(
@@ -113,7 +114,11 @@ def describe(error: Exception) -> str:
             "the run exists with another configuration:",
             *lines,
             *stale_lines(error.stale),
-            "Continue with the ledger's configuration (`cairn resume`), set the recorded values, choose another "
-            "--run, or `cairn fork` the run at the last iteration to keep",
+            (
+                "Continue with the ledger's configuration (`cairn resume`), set the recorded values"
+                if asked
+                else "Put back what the run was started with"
+            )
+            + ", choose another --run, or `cairn fork` the run at the last iteration to keep",
         ]
     )

@@ -89,10 +89,10 @@ def launch_of(script: Path, environment: Mapping[str, str]) -> Launch:
     found = [launch for call in calls if (launch := _training(call, calls)) is not None]
     if not found:
         said = [line for line in (result.stdout + result.stderr).splitlines() if line and not line.startswith("+")]
-        why = f": {said[-1].strip()}" if said else ""
+        why = f": {said[-1].strip().rstrip('.')}" if said else ""
         ended = result.error or f"it ends with exit code {result.exit_code}"
         unset = sorted(_unset(text) - environment.keys())
-        hint = f"; it reads {', '.join(unset)}: --env {unset[0]}=…" if unset else ""
+        hint = f"; set what it reads: {' '.join(f'--env {name}=…' for name in unset)}" if unset else ""
         raise BadInput(f"{script} starts no training: {ended}{why}{hint}")
     best = max(found, key=lambda one: len(one.arguments))
     if result.exit_code and not result.error:

@@ -40,7 +40,7 @@ class RunFailure(Record):
     commonest: CommonError | None = None
     """The commonest error behind it."""
     stands: str | None = None
-    """What is committed, and is not computed again."""
+    """What is committed."""
     advice: str | None = None
     """What to change first."""
     next: tuple[str, ...] = ()
@@ -170,7 +170,7 @@ def _stands(complete: int, iteration: int | None, version: int, newest: Commit |
         return "nothing is committed yet"
     done = f"iteration{'s 0 to' if complete > 1 else ''} {complete - 1}, weight version {version}" if complete else ""
     begun = f"iteration {iteration} up to {newest.name}" if newest.iteration == iteration else ""
-    return f"{', and '.join(filter(None, (done, begun)))}; none of it is computed again"
+    return ", and ".join(filter(None, (done, begun)))
 
 
 @dataclass(frozen=True)

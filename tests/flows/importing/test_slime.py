@@ -200,7 +200,7 @@ def test_the_command_prints_a_recipe_or_writes_one_and_names_what_a_script_wants
     script = checkout / "scripts/run.sh"
     result = cairn("import", script)
     assert result.exit_code == 2
-    assert "it ends with exit code 1: BASE is not set; it reads BASE: --env BASE=…" in result.stderr
+    assert "it ends with exit code 1: BASE is not set; set what it reads: --env BASE=…" in result.stderr
     result = cairn("import", script, "--env", "BASE=/data")
     assert result.exit_code == 0, result.stderr
     assert yaml.safe_load(result.stdout)["reward"]["rm_type"] == "deepscaler"

@@ -111,7 +111,7 @@ def test_the_next_command_is_that_of_the_error(
     where = {} if step is None else {"iteration": 1, "step": step, "shards": 2, "tries": 3}
     failure = failed(ledger, kind, error, **where)
     assert [*failure.next, *failure.instead] == following
-    assert failure.stands == "iteration 0, weight version 1; none of it is computed again"
+    assert failure.stands == "iteration 0, weight version 1"
     if step is not None:
         assert failure.commonest is not None
         assert (failure.commonest.count, failure.commonest.unit) == (2, f"shards of {step}")
