@@ -133,7 +133,7 @@ def model_problems(training: TrainingConfig, hf: PretrainedConfig) -> Iterator[s
                 "can be set: leave it out"
             )
         elif name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
+            close = difflib.get_close_matches(name, names & PERMITTED, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             yield f"training.megatron.{name} is not an option of megatron-core {_version()}{hint}"
     yield from _layout_problems(training, derived)
