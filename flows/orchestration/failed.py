@@ -29,7 +29,7 @@ def failed_state(error: Exception, failure: RunFailure, run: str) -> "State[Any]
             key=f"failure-{slug(run) or 'run'}", markdown=failure_page(failure), description=failure.sentence[:200]
         )
     others = [fact for fact in failure.facts()[1:] if fact[0] != "commonest error"]
-    lines = [failure.sentence, *(f"{name}: {text}" for name, text in (*others, *failure.commands()))]
+    lines = [failure.sentence, *(f"{name}: {text}" for name, text in (*others, *failure.commands(elsewhere=True)))]
     get_run_logger().error("\n".join(lines))
     return Failed(message="\n".join(lines), data=error)
 
@@ -37,7 +37,7 @@ def failed_state(error: Exception, failure: RunFailure, run: str) -> "State[Any]
 def failure_page(failure: RunFailure) -> str:
     """Return a failure as Markdown."""
     rows = [(plain(name), plain(text)) for name, text in failure.facts()]
-    rows += [(name, code(command)) for name, command in failure.commands()]
+    rows += [(name, code(command)) for name, command in failure.commands(elsewhere=True)]
     return table(("", ""), rows)
 
 

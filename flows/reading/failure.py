@@ -63,10 +63,13 @@ class RunFailure(Record):
         named = {"what happened": self.what, "commonest error": often, "what stands": self.stands, "first": self.advice}
         return [(name, text) for name, text in named.items() if text]
 
-    def commands(self) -> list[tuple[str, str]]:
-        """Return (name, command) of each command."""
+    def commands(self, *, elsewhere: bool = False) -> list[tuple[str, str]]:
+        """Return (name, command) of each command. `elsewhere`: for a reader who need not be in this process's working
+        folder."""
         names = [*("next", "then")[: len(self.next)], *("or", "and then")[: len(self.instead)]]
-        return list(zip(names, (*self.next, *self.instead), strict=True))
+        here = f"cd {shlex.quote(os.getcwd())} && " if elsewhere else ""
+        lines = (line if line.startswith("cd ") else here + line for line in (*self.next, *self.instead))
+        return list(zip(names, lines, strict=True))
 
 
 def _spelled(one: CommonError) -> str:

@@ -39,7 +39,6 @@ class Runs {
       progress: run.num_rollout ? run.iterations / run.num_rollout : 0,
       score: Object.values(run.scores)[0] ?? null,
       hours: run.device_hours,
-      reason: run.reason ?? "",
     }))
   }
 
@@ -61,7 +60,7 @@ class Runs {
         { title: "Reward", field: "reward", width: 170, ...numeric(), formatter: node(rewardCell) },
         { title: "Score", field: "score", width: 84, ...numeric(), formatter: node(scoreCell) },
         { title: "Cost", field: "hours", width: 112, ...numeric(), formatter: node((run) => document.createTextNode(cost(run, priced))) },
-        { title: "Reason", field: "reason", minWidth: 110, widthGrow: 2 },
+        { title: "Reason", field: "reason", minWidth: 110, widthGrow: 3, formatter: node((run) => make("span", { class: "reason", title: [run.reason, run.error].filter(Boolean).join("\n") }, oneLine(run.reason))) },
         { title: "Last commit", field: "last_commit_at", width: 122, sorter: "number", formatter: node((run) => make("span", { class: "since", "data-at": run.last_commit_at ?? "" }, since(run.last_commit_at))) },
       ],
     })
@@ -97,7 +96,7 @@ class Runs {
   filter() {
     const words = find("#runs-search").value.trim().toLowerCase()
     const state = find("#runs-state").value
-    this.table.setFilter((run) => (!state || run.state === state) && (!words || `${run.run} ${run.recipe} ${run.reason}`.toLowerCase().includes(words)))
+    this.table.setFilter((run) => (!state || run.state === state) && (!words || `${run.run} ${run.recipe} ${run.reason} ${run.error}`.toLowerCase().includes(words)))
     find("#runs-count").textContent = `${count(this.table.getDataCount("active"))} of ${plural(this.known.size, "run")}`
   }
 
