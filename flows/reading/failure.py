@@ -215,7 +215,7 @@ class _Ways:
         """Return the command that continues the run with its configuration."""
         store, run = self.ledger.store, self.ledger.run
         trusted = self.lease.failure is None or self.lease.failure.resumable
-        started = None if trusted else train_command(store, run)
+        started = None if trusted and not self.ledger.manifest.imported else train_command(store, run)
         return (started or self.line("resume", run),)
 
     def anew(self, options: Sequence[str], complete: int | None = None) -> tuple[str, ...]:
@@ -245,7 +245,7 @@ def train_command(store: Store, run: str, new: str | None = None, options: Seque
     """
     for lease in reversed(all_leases(store, run)):
         words = ["cairn", *lease.holder.command[1:]]  # whatever the store calls the program
-        if words[1:2] == ["train"]:
+        if words[1:2] == ["train"] or words[1:3] == ["import", "traces"]:
             words = without(words, "--store", "--run")
             for option in options:
                 words = _set(words, option)
