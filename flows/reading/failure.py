@@ -238,7 +238,8 @@ def _smaller(config: RunConfig) -> str:
 
 
 def train_command(store: Store, run: str, new: str | None = None, options: Sequence[str] = ()) -> str | None:
-    """Return the command that started a run from its recipe; None where none of its drivers was started so.
+    """Return the command that started a run from its recipe, or from traces; None where none of its drivers was started
+    so.
 
     Args:
         new: name of another run to start in the same way, with `options` of the form a.b=value changed.

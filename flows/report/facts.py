@@ -57,7 +57,11 @@ def cost_tables(costs: Costs) -> list[dict[str, Any]]:
     tables = [{"caption": _caption(costs, unit), "heads": ["Spent on", *heads], "rows": parts, "sum": True}]
     wasted = [
         [
-            *row(f"{waste.cause} ({waste.count:,} {waste.unit})", waste.device_seconds, waste.tokens),
+            *row(
+                f"{waste.cause} ({waste.count:,} {waste.unit if waste.count != 1 else waste.unit.removesuffix('s')})",
+                waste.device_seconds,
+                waste.tokens,
+            ),
             "a fault" if waste.after_fault else "the algorithm",
         ]
         for waste in costs.wasted
