@@ -160,6 +160,7 @@ def driver(recipe: str, words: list[str], store: Path, iterations: int) -> dict[
             since = now
         run.wait(DEADLINE)
         viewer.over.set()
+        viewer.join()
     ledger = Ledger.open(open_store(str(store)), RUN)
     config = from_manifest(ledger.manifest.config)
     seconds: dict[str, list[float]] = {"viewed": [], "alone": []}
