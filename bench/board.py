@@ -45,6 +45,7 @@ EVERY = 0.4
 @contextmanager
 def board(store: Path) -> Iterator[tuple[str, psutil.Process]]:
     """Yield the address of a board in a process of its own, and the process."""
+    store.mkdir(exist_ok=True)
     command = [CAIRN, "board", "--port", "0", "--store", str(store)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
@@ -55,6 +56,8 @@ def board(store: Path) -> Iterator[tuple[str, psutil.Process]]:
                 httpx.get(f"{url}/favicon.ico")
                 break
             except httpx.TransportError:
+                if process.poll() is not None:
+                    raise RuntimeError(f"cairn board ended with {process.returncode}") from None
                 time.sleep(0.02)
         yield url, psutil.Process(process.pid)
         process.terminate()
@@ -157,6 +160,7 @@ def driver(recipe: str, words: list[str], store: Path, iterations: int) -> dict[
             since = now
         run.wait(DEADLINE)
         viewer.over.set()
+        viewer.join()
     ledger = Ledger.open(open_store(str(store)), RUN)
     config = from_manifest(ledger.manifest.config)
     seconds: dict[str, list[float]] = {"viewed": [], "alone": []}

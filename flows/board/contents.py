@@ -25,6 +25,7 @@ from cairn.flows.reading.views import RunState, RunStatus
 from cairn.flows.report.content import curves_block, detail_blocks, run_values, sample_blocks, token_texts
 from cairn.flows.report.data import (
     Choice,
+    History,
     Iteration,
     Samples,
     history_of,
@@ -73,11 +74,19 @@ class Lately(Generic[Value]):
 
     def get(self, of: object, compute: Callable[[], Value], changed: bool = False) -> Value:
         """Return the value; it may be that of an earlier subject. `changed`: whether this subject has changed."""
-        if self._value is None or self.is_due(of, changed):
-            is_first, began = self._value is None, time.process_time()
-            self._value, self._of = compute(), of
-            if not is_first:  # the first one also loads modules
-                self._next = time.monotonic() + _REST * (time.process_time() - began)
+        return self.set(of, compute) if self.is_due(of, changed) else self.latest()
+
+    def latest(self) -> Value:
+        """Return the value as it was last computed."""
+        assert self._value is not None
+        return self._value
+
+    def set(self, of: object, compute: Callable[[], Value]) -> Value:
+        """Compute the value and return it."""
+        is_first, began = self._value is None, time.process_time()
+        self._value, self._of = compute(), of
+        if not is_first:  # the first one also loads modules
+            self._next = time.monotonic() + _REST * (time.process_time() - began)
         return self._value
 
 
@@ -106,7 +115,10 @@ class RunContents:
         with self._lock:
             version = self.reader.version
             due = any(part.is_due(version) for part in (self._costs, self._balance, self._groups))
-            return self._values.get(version, lambda: self._compute(version), due)
+            if not self._values.is_due(version, due):
+                return self._values.latest()
+            parts = self._parts(version)  # they rest by themselves: the page does not wait for the slowest
+            return self._values.set(version, lambda: self._compute(version, *parts))
 
     def facts(self) -> dict[str, Any]:
         """Return what a page that is open shows anew."""
@@ -173,7 +185,8 @@ class RunContents:
             self._texts = self._texts or token_texts(ledger, one, tokens)
         return {"blocks": _packed(detail_blocks(ledger, one, np.zeros(1, np.int64), tokens, self._texts))}
 
-    def _compute(self, version: int) -> tuple[str, dict[str, Any], bytes]:
+    def _parts(self, version: int) -> tuple[History, Any, pa.Table, int]:
+        """Return history, balance, groups and number of samples."""
         ledger, status, config = self.ledger, self.reader.status, self.reader.config
         assert config is not None
         numbers = ledger.iterations()
@@ -190,9 +203,16 @@ class RunContents:
         samples = sum(
             int(commit.metrics.get("samples", 0)) for c in read for commit in c if commit.step is Step.ROLLOUT
         )
+        return history, balance[0], groups, samples
+
+    def _compute(
+        self, version: int, history: History, balance: Any, groups: pa.Table, samples: int
+    ) -> tuple[str, dict[str, Any], bytes]:
+        ledger, status, config = self.ledger, self.reader.status, self.reader.config
+        assert config is not None
         curves = curves_block(history, groups, config).to_bytes()
         self._configuration = self._configuration or configuration_facts(ledger)
-        values = run_values(ledger, status, history, groups, samples, balance[0], None, self._configuration)
+        values = run_values(ledger, status, history, groups, samples, balance, None, self._configuration)
         nothing = {"count": 0, "note": "", "first": "", "last": "", "all_shown": True, "notes": ()}
         live = {"source": f"/data/runs/{ledger.run}"}
         return f"{version}-{time.monotonic_ns()}", {**values, "live": live, "samples": nothing}, curves

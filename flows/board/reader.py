@@ -16,6 +16,7 @@ from cairn.configs.errors import ConfigError
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.costs import devices, priced
+from cairn.flows.reading.failure import RunFailure
 from cairn.flows.reading.samples import generated_reward
 from cairn.flows.reading.views import RunState, RunStatus, run_status
 from cairn.storage.ledger import layout
@@ -75,10 +76,10 @@ class RunReader:
                 if manifest != self._manifest:
                     self._begin(manifest)
                 return self._look()
-            except (Damaged, ConfigError):
-                return self._is_unreadable(RunState.DAMAGED)
-            except BeingDeleted:
-                return self._is_unreadable(RunState.DELETED)
+            except (Damaged, ConfigError) as error:
+                return self._is_unreadable(RunState.DAMAGED, error)
+            except BeingDeleted as error:
+                return self._is_unreadable(RunState.DELETED, error)
             finally:
                 self.is_read = True
 
@@ -89,11 +90,11 @@ class RunReader:
         self._newest, self._seen, self._ended = self.ledger.first_iteration, (), {}
         self.curve = {}
 
-    def _is_unreadable(self, state: RunState) -> bool:
+    def _is_unreadable(self, state: RunState, error: Exception) -> bool:
         if self.status.state is state:
             return False
         self.ledger, self._seen, self._manifest = None, (), b""
-        self.status = RunStatus(run=self.run, state=state)
+        self.status = RunStatus(run=self.run, state=state, failure=RunFailure(what=str(error)))
         self.version = next(_versions)
         return True
 
@@ -156,7 +157,7 @@ class RunReader:
             "run": self.run,
             "version": self.version,
             "state": str(status.state) if self.is_read else "",
-            "reason": getattr(status, "reason", None),
+            **_reason(status),
             "parent": None if status.parent is None else f"{status.parent.run}@{status.parent.iteration}",
             "iterations": status.iterations,
             "num_rollout": status.num_rollout,
@@ -172,6 +173,18 @@ class RunReader:
             "recipe": "" if config is None else f"{config.algorithm.advantage_estimator} of {config.model.path}",
             "last_commit_at": status.last_commit_at,
         }
+
+
+def _reason(status: RunStatus) -> dict[str, str]:
+    """Return why a run does not go on: a line, and the commonest error where it is known."""
+    if (failure := status.failure) is not None:
+        facts = dict(failure.facts())
+        return {"reason": failure.what.partition("\n")[0], "error": facts.get("commonest error", "")}
+    if status.gate is None or status.state not in (RunState.WAITING, RunState.REJECTED):
+        return {"reason": "", "error": ""}
+    decision = status.gate.verdict or status.gate.gate
+    why = f": {decision.why}" if decision is not None and decision.why else ""
+    return {"reason": f"before iteration {status.gate.iteration}{why}", "error": ""}
 
 
 def _is_known(value: float | None) -> bool:

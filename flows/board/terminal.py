@@ -152,6 +152,7 @@ def lines(reader: RunReader) -> Iterator[dict[str, Any]]:
             "iterations": status.iterations,
             "num_rollout": status.num_rollout,
             "step": status.step,
+            "failure": None if status.failure is None else status.failure.model_dump(mode="json"),
             "sample": None if sample is None else sample.model_dump(mode="json"),
         }
 

@@ -6,6 +6,7 @@ import typer
 from typer import Option
 
 from cairn.flows.cli.command import FAILED, JsonOption, Root, RunArgument
+from cairn.flows.cli.failing import box_lines
 from cairn.flows.cli.printing import print_stderr, say
 from cairn.flows.cli.reading import PriceOption
 
@@ -67,7 +68,10 @@ def watch(root: Root, run: RunArgument, json: JsonOption = False) -> None:
             print(dumps(line), flush=True)
         state = reader.status.state
     else:
-        state = show(reader).state
-        say(f"run {run} is {state}, with {reader.status.iterations} of {reader.status.num_rollout} iterations")
+        status = show(reader)
+        state, title = status.state, f"run {status.run} is {status.state}"
+        say(f"{title}, with {status.iterations} of {status.num_rollout} iterations")
+        if status.failure is not None:
+            say("\n".join(box_lines(title, status.failure)))
     if state is not RunState.COMPLETED:
         raise typer.Exit(FAILED)

@@ -47,7 +47,7 @@ from cairn.flows.deployments.forms import (
 from cairn.flows.deployments.names import NAMES
 from cairn.flows.deployments.watching import record_process
 from cairn.flows.events import Event, IterationDone, RunStarted
-from cairn.flows.orchestration.artifacts.pages import board_link
+from cairn.flows.orchestration.artifacts.pages import board_link, board_page
 from cairn.flows.orchestration.failed import failed_state
 from cairn.flows.text import slug
 from cairn.storage.ledger.ledger import Ledger
@@ -320,7 +320,7 @@ def rescore(run: RunName, iterations: Range = "", reward: RewardOptions = SAME_G
     found, _ = rescored(ledger, iterations or None, overrides, get_run_logger().info)
     create_markdown_artifact(
         key=f"rescore-{slug(run) or 'run'}",
-        markdown=found.markdown(),
+        markdown="\n\n".join([*board_link(run), found.markdown()]),
         description=f"Rewards of {run} by {found.grader}",
     )
     return Completed(message=found.conclusion())
@@ -340,8 +340,8 @@ def _log(event: Event, config: RunConfig) -> None:
     elif isinstance(event, RunStarted):
         verb = "continues" if event.epoch > 1 else "starts"
         logger.info(f"Run {event.run} {verb} at iteration {event.iteration} of {event.iterations}")
-        for link in board_link(event.run):
-            logger.info(link)
+        if page := board_page(event.run):
+            logger.info(f"Live on the board: {page}")
     elif isinstance(event, IterationDone):
         logger.info(f"Iteration {event.iteration}: {in_short(iteration_metrics(event.commits, config))}")
 

@@ -28,6 +28,7 @@ from prefect.runner import Runner
 from cairn.engines.fleet.address import ADDRESS
 from cairn.flows.deployments.flows import FLOWS, SERVER_PID, STORE
 from cairn.flows.deployments.watching import watch
+from cairn.flows.orchestration.artifacts.pages import board_link
 
 GRACE = 40.0
 """Seconds that flow runs have to end; `operations.grace_period` is 30 by default."""
@@ -46,9 +47,10 @@ async def deployments(store: str) -> list[RunnerDeployment]:
     process executes them."""
     deployments = []
     for flow in FLOWS:
+        about = (flow.description or "").partition("\n\n")[0]  # without what each parameter means
         deployment = await flow.ato_deployment(
             flow.name,
-            description=(flow.description or "").partition("\n\n")[0],  # without what each parameter means
+            description="\n\n".join([about, *board_link()]),
             parameters={"store": store},
             entrypoint_type=EntrypointType.MODULE_PATH,
             tags=["cairn"],

@@ -22,6 +22,7 @@ from cairn.flows.evaluation.comparing import markdown
 from cairn.flows.evaluation.evaluating import SEED, EvaluationResult, Watcher, evaluate_models
 from cairn.flows.evaluation.models import BadPlace, ModelFolder, benchmarks_of_run, weights_to_evaluate
 from cairn.flows.evaluation.regression import evaluated_run, regressions
+from cairn.flows.orchestration.artifacts.pages import board_link
 from cairn.flows.text import slug
 from cairn.storage.store.store import Store
 
@@ -70,7 +71,7 @@ def evaluated(
     place = run or Path(str(model)).name
     create_markdown_artifact(
         key=f"evaluation-{slug(place) or 'model'}",
-        markdown=markdown(results),
+        markdown="\n\n".join([*board_link(run and evaluated_run(run)), markdown(results)]),
         description=f"{', '.join(benchmarks)} on {place}",
     )
     computed = sum(one.computed for one in results)

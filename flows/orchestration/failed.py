@@ -14,6 +14,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.states import Failed, State
 
 from cairn.configs.errors import BadInput, Failure
+from cairn.flows.orchestration.artifacts.pages import board_link
 from cairn.flows.reading.failure import RunFailure
 from cairn.flows.text import code, plain, slug, table
 
@@ -24,12 +25,15 @@ def failed_state(error: Exception, failure: RunFailure, run: str) -> "State[Any]
     level = logging.DEBUG if is_expected(error) else logging.ERROR
     trace = "".join(traceback.format_exception(error))
     get_run_logger().log(level, "Where the error was raised\n%s", trace)
+    link = board_link(run if failure.stands else None)  # a run that did not start has no page
     with suppress(Exception):  # the server may be what failed
         create_markdown_artifact(
-            key=f"failure-{slug(run) or 'run'}", markdown=failure_page(failure), description=failure.sentence[:200]
+            key=f"failure-{slug(run) or 'run'}",
+            markdown="\n\n".join([failure_page(failure), *link]),
+            description="\n\n".join([plain(failure.sentence[:200]), *link]),
         )
     others = [fact for fact in failure.facts()[1:] if fact[0] != "commonest error"]
-    lines = [failure.sentence, *(f"{name}: {text}" for name, text in (*others, *failure.commands()))]
+    lines = [failure.sentence, *(f"{name}: {text}" for name, text in (*others, *failure.commands(elsewhere=True)))]
     get_run_logger().error("\n".join(lines))
     return Failed(message="\n".join(lines), data=error)
 
@@ -37,7 +41,7 @@ def failed_state(error: Exception, failure: RunFailure, run: str) -> "State[Any]
 def failure_page(failure: RunFailure) -> str:
     """Return a failure as Markdown."""
     rows = [(plain(name), plain(text)) for name, text in failure.facts()]
-    rows += [(name, code(command)) for name, command in failure.commands()]
+    rows += [(name, code(command)) for name, command in failure.commands(elsewhere=True)]
     return table(("", ""), rows)
 
 

@@ -63,10 +63,13 @@ class RunFailure(Record):
         named = {"what happened": self.what, "commonest error": often, "what stands": self.stands, "first": self.advice}
         return [(name, text) for name, text in named.items() if text]
 
-    def commands(self) -> list[tuple[str, str]]:
-        """Return (name, command) of each command."""
+    def commands(self, *, elsewhere: bool = False) -> list[tuple[str, str]]:
+        """Return (name, command) of each command. `elsewhere`: for a reader who need not be in this process's working
+        folder."""
         names = [*("next", "then")[: len(self.next)], *("or", "and then")[: len(self.instead)]]
-        return list(zip(names, (*self.next, *self.instead), strict=True))
+        here = f"cd {shlex.quote(os.getcwd())} && " if elsewhere else ""
+        lines = (line if line.startswith("cd ") else here + line for line in (*self.next, *self.instead))
+        return list(zip(names, lines, strict=True))
 
 
 def _spelled(one: CommonError) -> str:
@@ -215,7 +218,7 @@ class _Ways:
         """Return the command that continues the run with its configuration."""
         store, run = self.ledger.store, self.ledger.run
         trusted = self.lease.failure is None or self.lease.failure.resumable
-        started = None if trusted else train_command(store, run)
+        started = None if trusted and not self.ledger.manifest.imported else train_command(store, run)
         return (started or self.line("resume", run),)
 
     def anew(self, options: Sequence[str], complete: int | None = None) -> tuple[str, ...]:
@@ -238,14 +241,15 @@ def _smaller(config: RunConfig) -> str:
 
 
 def train_command(store: Store, run: str, new: str | None = None, options: Sequence[str] = ()) -> str | None:
-    """Return the command that started a run from its recipe; None where none of its drivers was started so.
+    """Return the command that started a run from its recipe, or from traces; None where none of its drivers was started
+    so.
 
     Args:
         new: name of another run to start in the same way, with `options` of the form a.b=value changed.
     """
     for lease in reversed(all_leases(store, run)):
         words = ["cairn", *lease.holder.command[1:]]  # whatever the store calls the program
-        if words[1:2] == ["train"]:
+        if words[1:2] == ["train"] or words[1:3] == ["import", "traces"]:
             words = without(words, "--store", "--run")
             for option in options:
                 words = _set(words, option)

@@ -1,6 +1,5 @@
 """Two runs side by side, or one at two iterations: what differs, how it went, and the first sample that differs."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -286,7 +285,7 @@ def _cost(histories: tuple[History, History], untils: tuple[int, int]) -> Cost:
 
 def shown(value: float | None) -> str:
     """Return a value as text; a dash for None."""
-    return "–" if value is None else f"{value:.4g}"
+    return "–" if value is None else f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def write_comparison(found: Compared, histories: tuple[History, History], store: Store, file: Path) -> int:
@@ -307,11 +306,14 @@ def write_comparison(found: Compared, histories: tuple[History, History], store:
         "sample": found.sample,
         "made": made(store),
     }
-    blocks = {"curves": _curves(histories, (found.first.until, found.second.until), names).to_bytes()}
+    scored = [pair.name for pair in found.evaluations]
+    blocks = {"curves": _curves(histories, (found.first.until, found.second.until), names, scored).to_bytes()}
     return write_file(file, write_page(facts, blocks))
 
 
-def _curves(histories: tuple[History, History], untils: tuple[int, int], names: tuple[str, str]) -> Block:
+def _curves(
+    histories: tuple[History, History], untils: tuple[int, int], names: tuple[str, str], benchmarks: Sequence[str]
+) -> Block:
     """Return a block with the curves of both over the iterations of either, two in each panel."""
     own = [
         {one.number: one.metrics for one in history.iterations if one.number <= until}
@@ -335,7 +337,7 @@ def _curves(histories: tuple[History, History], untils: tuple[int, int], names: 
             panels.append({"title": title, "unit": panel.unit, "curves": curves, "log": panel.log})
     trained = sorted({*histories[0].evaluations, *histories[1].evaluations})
     scores = []
-    for benchmark in _benchmarks(histories):
+    for benchmark in benchmarks:
         for name, history, until in zip(names, histories, untils, strict=True):
             known = {at: score for score, at in _scores(history, f"eval/{benchmark}", until)}
             scores.append({"name": f"{benchmark}, {name}", "values": [known.get(at) for at in trained]})
@@ -350,8 +352,3 @@ def _worth_drawing(iterations: Sequence[Mapping[str, float]]) -> set[str]:
     names = {name for metrics in iterations for name in metrics}
     curves = {name: [metrics.get(name, np.nan) for metrics in iterations] for name in names}
     return {curve["metric"] for panel in chosen_panels(curves) for curve in panel["curves"]}
-
-
-def _benchmarks(histories: Sequence[History]) -> list[str]:
-    names = (name for history in histories for metrics in history.evaluations.values() for name in metrics)
-    return list(dict.fromkeys(name.removeprefix("eval/") for name in names if re.fullmatch(r"eval/[^/]+", name)))

@@ -57,7 +57,11 @@ def cost_tables(costs: Costs) -> list[dict[str, Any]]:
     tables = [{"caption": _caption(costs, unit), "heads": ["Spent on", *heads], "rows": parts, "sum": True}]
     wasted = [
         [
-            *row(f"{waste.cause} ({waste.count:,} {waste.unit})", waste.device_seconds, waste.tokens),
+            *row(
+                f"{waste.cause} ({waste.count:,} {waste.unit if waste.count != 1 else waste.unit.removesuffix('s')})",
+                waste.device_seconds,
+                waste.tokens,
+            ),
             "a fault" if waste.after_fault else "the algorithm",
         ]
         for waste in costs.wasted
@@ -85,24 +89,19 @@ _FATES = {
     Disposition.DROP: "dropped",
 }
 _TROUBLE = {
-    RunState.FAILED: "The run's driver ended with an error. `cairn resume` continues from the last commit.",
-    RunState.INTERRUPTED: "The run's driver was stopped or killed. `cairn resume` continues from the last commit.",
     RunState.PREEMPTED: "The run's driver was asked to end. `cairn resume` continues from the last commit.",
     RunState.RUNNING: "The run is at work: this is what it had committed when the report was made.",
     RunState.NEW: "No driver has owned this run yet. This report shows what it shares with its parent.",
 }
-
 _IMPORTING = {
     RunState.RUNNING: "The import follows the trainer: this is what it had read when the report was made.",
-    RunState.FAILED: "The import ended with an error. `cairn import traces` continues it.",
-    RunState.INTERRUPTED: "The import was killed. `cairn import traces` continues it.",
 }
 
 
 def run_facts(status: RunStatus, config: RunConfig, history: History) -> Facts:
     """Return the head of the page."""
     place = "" if status.iteration is None else f", in iteration {status.iteration} before {status.step}"
-    ends = history.iterations
+    ends, failure = history.iterations, status.failure
     return {
         "name": status.run,
         "state": str(status.state),
@@ -110,7 +109,8 @@ def run_facts(status: RunStatus, config: RunConfig, history: History) -> Facts:
         "began": ends[0].began_at if ends and not status.imported else None,
         "ended": max(one.ended_at for one in ends) if ends else None,
         "recipe": _recipe(config) if status.imported is None else _origin(status.imported),
-        "trouble": _TROUBLE.get(status.state) if status.imported is None else _IMPORTING.get(status.state),
+        "trouble": None if failure else (_TROUBLE if status.imported is None else _IMPORTING).get(status.state),
+        "failure": failure and {"facts": failure.facts(), "commands": failure.commands(elsewhere=True)},
     }
 
 

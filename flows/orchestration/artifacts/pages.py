@@ -171,10 +171,16 @@ def run_page(
     return "\n\n".join(parts) + "\n"
 
 
-def board_link(run: str) -> list[str]:
-    """Return a link to the run's page on the board; nothing where no board is known."""
+def board_page(run: str | None = None) -> str | None:
+    """Return the address of a run's page on the board, or of all runs; None where no board is known."""
     url = os.environ.get(LINK)
-    return [f"[Live on the board: curves, samples, actions]({url}/runs/{run})"] if url else []
+    return url and f"{url}/{f'runs/{run}' if run else ''}"
+
+
+def board_link(run: str | None = None) -> list[str]:
+    """Return a link to that page; nothing where no board is known."""
+    page = board_page(run)
+    return [f"[{'Live on the board' if run else 'All runs on the board'}]({page})"] if page else []
 
 
 def _samples(samples: Sequence[Picked] | None) -> list[str]:

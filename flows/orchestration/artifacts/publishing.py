@@ -27,7 +27,14 @@ from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import PrefectException
 
 from cairn.flows.events import Event, IterationDone, RunDone, RunStarted
-from cairn.flows.orchestration.artifacts.pages import Picked, curve, iteration_page, picked_samples, run_page
+from cairn.flows.orchestration.artifacts.pages import (
+    Picked,
+    board_link,
+    curve,
+    iteration_page,
+    picked_samples,
+    run_page,
+)
 from cairn.flows.reading.costs import StepCost, step_costs
 from cairn.flows.reading.metrics import eval_metrics, in_short, iteration_metrics, mean_reward
 from cairn.flows.reading.samples import benchmark_scores, generated_reward
@@ -340,8 +347,9 @@ class Pages:
                 commits = self._missing[index] or self._run.ledger.commits(index)
                 flow_run = self._flow_runs.get(index, self._driver)
                 page = iteration_page(self._run.ledger, self._run.config, commits, self._samples(commits))
-                short = in_short(iteration_metrics(commits, self._run.config))
-                self._board.create(ITERATION, "markdown", page, f"Iteration {index}: {short}", flow_run)
+                short = f"Iteration {index}: {in_short(iteration_metrics(commits, self._run.config))}"
+                card = "\n\n".join([short, *board_link(self._run.ledger.run)])
+                self._board.create(ITERATION, "markdown", page, card, flow_run)
                 self._existing.add(index)
             del self._missing[index]
             self._flow_runs.pop(index, None)
@@ -357,9 +365,9 @@ class Pages:
         ledger, config = self._run.ledger, self._run.config
         page = run_page(ledger, config, self._done, self._newest, self._scores, costs)
         reward = f", reward {self._rewards[max(self._rewards)]:.3f}" if self._rewards else ""
-        # The card on the page of the flow run shows the description: the curve is one click away.
-        shown = curve(self._rewards, self._scores)
-        description = f"{self._done} of {config.rollout.num_rollout} iterations{reward}\n\n{shown}"
+        # Cards of the flow run's page show this, in Prefect's older interface only the first paragraph.
+        parts = [curve(self._rewards, self._scores), f"{self._done} of {config.rollout.num_rollout} iterations{reward}"]
+        description = "\n\n".join([*filter(None, parts), *board_link(ledger.run)])
         if self._page is None:
             self._page = self._board.create("", "markdown", page, description, self._driver)
         else:

@@ -81,10 +81,25 @@ function followWidth() {
   matchMedia("print").addEventListener("change", drawAll)
 }
 
+// Commands are copied by a button; where the browser does not allow it, the command is selected.
+function offerCopies() {
+  document.addEventListener("click", async ({ target }) => {
+    if (!target.matches("button.copy")) return
+    const command = target.previousElementSibling
+    try {
+      await navigator.clipboard.writeText(command.textContent)
+      target.textContent = "Copied"
+    } catch {
+      getSelection().selectAllChildren(command)
+    }
+  })
+}
+
 async function start() {
   if (!("DecompressionStream" in window)) throw new Error("this browser cannot unpack the data: use one from 2023 or later")
   followTheme()
   followWidth()
+  offerCopies()
   if (document.documentElement.dataset.source) return followBoard()
   await showCurves()
   await showSamples()

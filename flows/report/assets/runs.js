@@ -39,7 +39,6 @@ class Runs {
       progress: run.num_rollout ? run.iterations / run.num_rollout : 0,
       score: Object.values(run.scores)[0] ?? null,
       hours: run.device_hours,
-      reason: run.reason ?? "",
     }))
   }
 
@@ -55,14 +54,14 @@ class Runs {
       columnDefaults: { headerHozAlign: "left", resizable: false, formatter: plainCell },
       columns: [
         { title: "", field: "chosen", width: 48, headerSort: false, formatter: node((run) => this.box(run)) },
-        { title: "Run", field: "run", minWidth: 110, widthGrow: 3, formatter: node(runCell) },
+        { title: "Run", field: "run", minWidth: 110, widthGrow: 2, formatter: node(runCell) },
         { title: "State", field: "state", width: 118, formatter: node((run) => (run.state ? make("span", { class: `state ${run.state}` }, run.state) : document.createTextNode("…"))) },
-        { title: "Iterations", field: "progress", width: 136, formatter: node(progressCell) },
-        { title: "Reward", field: "reward", width: 170, ...numeric(), formatter: node(rewardCell) },
+        { title: "Iterations", field: "progress", width: 124, formatter: node(progressCell) },
+        { title: "Reward", field: "reward", width: 160, ...numeric(), formatter: node(rewardCell) },
         { title: "Score", field: "score", width: 84, ...numeric(), formatter: node(scoreCell) },
         { title: "Cost", field: "hours", width: 112, ...numeric(), formatter: node((run) => document.createTextNode(cost(run, priced))) },
-        { title: "Reason", field: "reason", minWidth: 110, widthGrow: 2 },
-        { title: "Last commit", field: "last_commit_at", width: 122, sorter: "number", formatter: node((run) => make("span", { class: "since", "data-at": run.last_commit_at ?? "" }, since(run.last_commit_at))) },
+        { title: "Reason", field: "reason", minWidth: 110, widthGrow: 3, formatter: node((run) => make("span", { class: "reason", title: [run.reason, run.error].filter(Boolean).join("\n") }, oneLine(run.reason))) },
+        { title: "Last commit", field: "last_commit_at", width: 116, sorter: "number", formatter: node((run) => make("span", { class: "since", "data-at": run.last_commit_at ?? "" }, since(run.last_commit_at))) },
       ],
     })
     await new Promise((built) => this.table.on("tableBuilt", built))
@@ -82,7 +81,7 @@ class Runs {
     const wide = find("#runs-table").clientWidth
     const shown = { reason: rows.some(({ reason }) => reason) && wide > 900, score: rows.some(({ score }) => score != null) && wide > 760, hours: wide > 700, progress: wide > 560, last_commit_at: wide > 620, state: wide > 360 }
     for (const [field, yes] of Object.entries(shown)) this.table[yes ? "showColumn" : "hideColumn"](field)
-    this.table.getColumn("reward").setWidth(wide > 560 ? 170 : 96)
+    this.table.getColumn("reward").setWidth(wide > 560 ? 160 : 96)
     this.table.getColumn("chosen").setWidth(wide > 560 ? 48 : 40)
     this.table.redraw()
   }
@@ -97,7 +96,7 @@ class Runs {
   filter() {
     const words = find("#runs-search").value.trim().toLowerCase()
     const state = find("#runs-state").value
-    this.table.setFilter((run) => (!state || run.state === state) && (!words || `${run.run} ${run.recipe} ${run.reason}`.toLowerCase().includes(words)))
+    this.table.setFilter((run) => (!state || run.state === state) && (!words || `${run.run} ${run.recipe} ${run.reason} ${run.error}`.toLowerCase().includes(words)))
     find("#runs-count").textContent = `${count(this.table.getDataCount("active"))} of ${plural(this.known.size, "run")}`
   }
 
@@ -206,7 +205,9 @@ function scoreCell(run) {
 function cost(run, priced) {
   if (run.device_hours == null) return "–"
   if (priced && run.price != null) return number(run.price, 2)
-  return `${number(run.device_hours, run.device_hours < 10 ? 2 : run.device_hours < 100 ? 1 : 0)} ${run.device}-h`
+  const [size, unit] = run.device_hours < 1 / 60 ? [3600, "s"] : run.device_hours < 1 ? [60, "min"] : [1, "h"]
+  const spent = size * run.device_hours
+  return `${number(spent, spent < 10 && unit === "h" ? 1 : 0)} ${run.device}-${unit}`
 }
 
 // A line as wide and as high as the values need.

@@ -25,7 +25,7 @@ from cairn.flows.board.reader import RunReader, StoreReader
 from cairn.flows.board.serving import address, listen
 from cairn.flows.orchestration.server_process import SameOriginOnly
 from cairn.storage.ledger.decisions import Gate, GateState
-from cairn.storage.ledger.leases import Outcome
+from cairn.storage.ledger.leases import DriverFailure, Outcome
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
 from tests.browser import REBOUND, Visit, visit
@@ -39,6 +39,13 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 TOKEN = "a-token"
+FAILURE = DriverFailure(
+    kind="EngineFailed",
+    error="server </dl><script>window.ran = 9</script> is gone",
+    iteration=1,
+    step="rollout",
+    tries=3,
+)
 NARROW = 400
 
 
@@ -53,6 +60,8 @@ class Served:
     """Owned by this process, with one iteration."""
     gated: Ledger
     """Waits before its second iteration."""
+    failed: Ledger
+    """Ended after one iteration with an error of its samples' code."""
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +82,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     done.lease.release(Outcome.COMPLETED)
     working = new_run(folder, "working", rollout={"num_rollout": 50})
     gated = new_run(folder, "gated", approval={"before": [1]})
-    for ledger in (working, gated):
+    failed = new_run(folder, "failed")
+    for ledger in (working, gated, failed):
         write_iteration(ledger, 0)
+    assert failed.lease is not None
+    failed.lease.release(Outcome.FAILED, FAILURE)
     gated.decisions.record(lambda so_far: Gate(iteration=1, cause="before"), why="as asked")
     reader = StoreReader(open_store(folder), price=2.0)
     with listen("127.0.0.1", 0) as listener:
@@ -82,7 +94,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         server = uvicorn.Server(config)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
         thread.start()
-        yield Served(address(listener), done, working, gated)
+        yield Served(address(listener), done, working, gated, failed)
         server.should_exit = True
         thread.join()
     reader.close()
@@ -97,10 +109,17 @@ def test_all_runs_are_in_one_table_and_chosen_ones_share_their_curves(served: Se
     with visit(browser, f"{served.url}/#done,working", viewport={"width": 1440, "height": 900}) as visited:
         page = ready(visited)
         rows = page.locator("#runs-table .tabulator-row")
-        wait_for(lambda: page.locator("#runs-table .spark svg").count() == 3)
-        assert {row.split("\n")[0] for row in rows.all_inner_texts()} == {"done", "working", "gated"}
+        wait_for(lambda: page.locator("#runs-table .spark svg").count() == 4)
+        assert {row.split("\n")[0] for row in rows.all_inner_texts()} == {"done", "working", "gated", "failed"}
         states = page.locator("#runs-table .state").all_inner_texts()
-        assert sorted(states) == ["completed", "running", "waiting"]
+        assert sorted(states) == ["completed", "failed", "running", "waiting"]
+        reasons = page.locator("#runs-table .reason")
+        assert set(reasons.all_inner_texts()) - {""} == {
+            f"iteration 1, rollout: {FAILURE.error}", "before iteration 1: as asked"
+        }  # fmt: skip
+        title = reasons.filter(has_text="rollout").get_attribute("title")
+        assert title is not None
+        assert title.endswith("this, 3 of 3 tries of rollout")
         page.get_by_role("columnheader", name="Run").click()
         assert rows.first.inner_text().startswith("done")
         page.get_by_role("columnheader", name="Run").click()
@@ -112,7 +131,20 @@ def test_all_runs_are_in_one_table_and_chosen_ones_share_their_curves(served: Se
         wait_for(lambda: reward.locator(".legend li:not(.at)").count() == 3)
         assert page.url.endswith("#done,working,gated")
         page.get_by_role("searchbox", name="Search runs").fill("gat")
-        assert page.locator("#runs-count").inner_text() == "1 of 3 runs"
+        assert page.locator("#runs-count").inner_text() == "1 of 4 runs"
+        page.get_by_role("searchbox", name="Search runs").fill("is gone")
+        rows.first.get_by_role("link", name="failed").click()
+        box = ready(visited).get_by_label("Why it ended")
+        names = ["what happened", "commonest error", "what stands", "next"]
+        assert box.locator("dt").all_inner_texts() == names
+        assert "iteration 0, weight version 1" in box.inner_text()
+        visited.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        box.get_by_role("button", name="Copy").click()
+        box.get_by_role("button", name="Copied").wait_for()
+        copied = visited.page.evaluate("navigator.clipboard.readText()")
+        assert copied.startswith(f"cd {Path.cwd()} && ")
+        assert copied.endswith(f"cairn resume failed --store {served.failed.store.url}")
+        assert visited.page.evaluate("window.ran") is None
         assert visited.errors == []
 
 
@@ -255,7 +287,7 @@ def test_a_look_reads_only_what_is_new_and_nobody_looking_reads_nothing(
     assert run.status.iterations == 5
     assert not [path for path in reads if "iterations/000001" in path], "of old iterations nothing is read again"
 
-    monkeypatch.setattr(reading, "PATIENCE", 0.5)
+    monkeypatch.setattr(reading, "PATIENCE", 0.2)
     store = StoreReader(open_store(str(tmp_path)))
     _, (row,) = store.rows()
     wait_for(lambda: store.rows()[1][0]["iterations"] == 5)
@@ -263,7 +295,7 @@ def test_a_look_reads_only_what_is_new_and_nobody_looking_reads_nothing(
 
     def is_quiet() -> bool:
         reads.clear()
-        time.sleep(1.5)
+        time.sleep(0.6)
         return not reads
 
     wait_for(is_quiet, 20)
@@ -306,13 +338,15 @@ def test_watch_prints_what_is_done_and_ends_with_the_run(tmp_path: Path) -> None
     ledger = new_run(str(tmp_path))
     write_run(ledger, 2)
     assert ledger.lease is not None
-    ledger.lease.release(Outcome.FAILED)
+    ledger.lease.release(Outcome.FAILED, FAILURE)
     stopped = cairn("watch", "toy", "--store", tmp_path, "--json")
     first, second, state = map(json.loads, stopped.stdout.splitlines())
     assert [one["iteration"] for one in (first, second)] == [0, 1]
     assert first["reward"] == pytest.approx(2 / 3)
     assert (state["state"], state["iterations"], state["sample"]["reward"]) == ("failed", 2, 1.0)
+    assert state["failure"]["commonest"]["count"] == 3
     assert stopped.exit_code == 1
     shown = cairn("watch", "toy", "--store", tmp_path)
     assert "[2/3] iteration 1  reward 0.667" in shown.stdout
     assert "run toy is failed, with 2 of 3 iterations" in shown.stdout
+    assert "cairn resume toy --store" in shown.stdout.splitlines()[-2]

@@ -195,7 +195,10 @@ def test_the_board_starts_a_fork_and_cancels_it_and_prefect_shows_both(operated:
     (page, *_) = operated.ask(
         "/artifacts/filter", artifacts={"key": {"like_": "run-forked"}, "type": {"any_": ["markdown"]}}
     )
-    assert f"({address}/runs/forked)" in page["data"]
+    for text in (page["data"], page["description"]):
+        assert f"({address}/runs/forked)" in text
+    for deployment in operated.ask("/deployments/filter"):
+        assert f"({address}/)" in deployment["description"]
 
     def act(run: str, action: str, **given: str) -> Any:
         headers = {"Authorization": f"Bearer {token}"}

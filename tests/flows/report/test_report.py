@@ -161,6 +161,7 @@ def test_bad_input_is_refused_with_one_sentence(toy: Ledger, tmp_path: Path) -> 
         ("toy", str(tmp_path)): "is a folder; name a file",
         ("toy", str(tmp_path / "no" / "page.html")): "there is no folder",
         ("none",): "there is no run 'none'",
+        ("toy", "toy"): "is a run, not a file to write",
     }.items():
         result = cairn("report", *arguments, "--store", store)
         assert result.exit_code == 2
