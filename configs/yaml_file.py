@@ -9,6 +9,10 @@ import yaml
 from cairn.configs.errors import ConfigError
 
 
+MOST_VALUES = 1_000_000
+"""Maximum number of values in a document whose anchors are expanded."""
+
+
 class DuplicateKey(yaml.MarkedYAMLError):
     """A key is repeated in one mapping."""
 
@@ -47,6 +51,8 @@ def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
 
+for _tag in ("binary", "timestamp", "omap", "pairs", "set"):  # no JSON
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", yaml.SafeLoader.construct_undefined)
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
@@ -54,13 +60,29 @@ def parse_yaml(text: str) -> Any:
     """Return the value of a YAML document. Raises yaml.YAMLError, with the place of the problem, where it is not
     valid."""
     try:
-        return yaml.load(text, _Loader)
+        value = yaml.load(text, _Loader)
+        if _count(value, {}) > MOST_VALUES:
+            raise yaml.YAMLError(f"with its anchors expanded it has more than {MOST_VALUES:,} values")
+        return value
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
     except yaml.YAMLError:
         raise
     except Exception as error:  # the library's constructors may raise any error
         raise yaml.YAMLError(f"a value does not fit its tag: {error}") from None
+
+
+def _count(value: Any, counted: dict[int, int]) -> int:
+    """Return the number of values in a value, with repeated ones. Raises yaml.YAMLError where one contains itself."""
+    if not isinstance(value, dict | list):
+        return 1
+    if counted.setdefault(id(value), 0) == 0:
+        counted[id(value)] = -1
+        inner = value.values() if isinstance(value, dict) else value
+        counted[id(value)] = 1 + sum(_count(one, counted) for one in inner)
+    if counted[id(value)] < 0:
+        raise yaml.YAMLError("a value in it contains itself")
+    return counted[id(value)]
 
 
 def read_mapping(path: Path, missing: str, wanted: str) -> dict[str, Any]:
