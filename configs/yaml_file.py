@@ -8,7 +8,6 @@ import yaml
 
 from cairn.configs.errors import ConfigError
 
-
 MOST_VALUES = 1_000_000
 """Maximum number of values in a document whose anchors are expanded."""
 
