@@ -50,8 +50,10 @@ def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
 
-for _tag in ("binary", "timestamp", "omap", "pairs", "set"):  # no JSON
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", yaml.SafeLoader.construct_undefined)
+_NO_JSON = {f"tag:yaml.org,2002:{tag}" for tag in ("binary", "timestamp", "omap", "pairs", "set")}
+_Loader.yaml_constructors = {
+    tag: construct for tag, construct in _Loader.yaml_constructors.items() if tag not in _NO_JSON
+}
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
