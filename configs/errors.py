@@ -12,6 +12,14 @@ class Failure(Exception):
     what failed."""
 
 
+def message_of(error: BaseException) -> str:
+    """Return the message of an error, also of one whose class is broken."""
+    try:
+        return str(error)
+    except Exception:
+        return "its message cannot be read"
+
+
 class ConfigError(BadInput):
     """A configuration cannot be used. Each problem is one sentence that names the option and says how to correct it."""
 

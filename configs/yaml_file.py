@@ -8,6 +8,9 @@ import yaml
 
 from cairn.configs.errors import ConfigError
 
+MOST_VALUES = 1_000_000
+"""Maximum number of values in a document whose anchors are expanded."""
+
 
 class DuplicateKey(yaml.MarkedYAMLError):
     """A key is repeated in one mapping."""
@@ -47,6 +50,10 @@ def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
 
+_NO_JSON = {f"tag:yaml.org,2002:{tag}" for tag in ("binary", "timestamp", "omap", "pairs", "set")}
+_Loader.yaml_constructors = {
+    tag: construct for tag, construct in _Loader.yaml_constructors.items() if tag not in _NO_JSON
+}
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
@@ -54,13 +61,29 @@ def parse_yaml(text: str) -> Any:
     """Return the value of a YAML document. Raises yaml.YAMLError, with the place of the problem, where it is not
     valid."""
     try:
-        return yaml.load(text, _Loader)
+        value = yaml.load(text, _Loader)
+        if _count(value, {}) > MOST_VALUES:
+            raise yaml.YAMLError(f"with its anchors expanded it has more than {MOST_VALUES:,} values")
+        return value
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
     except yaml.YAMLError:
         raise
     except Exception as error:  # the library's constructors may raise any error
         raise yaml.YAMLError(f"a value does not fit its tag: {error}") from None
+
+
+def _count(value: Any, counted: dict[int, int]) -> int:
+    """Return the number of values in a value, with repeated ones. Raises yaml.YAMLError where one contains itself."""
+    if not isinstance(value, dict | list):
+        return 1
+    if counted.setdefault(id(value), 0) == 0:
+        counted[id(value)] = -1
+        inner = value.values() if isinstance(value, dict) else value
+        counted[id(value)] = 1 + sum(_count(one, counted) for one in inner)
+    if counted[id(value)] < 0:
+        raise yaml.YAMLError("a value in it contains itself")
+    return counted[id(value)]
 
 
 def read_mapping(path: Path, missing: str, wanted: str) -> dict[str, Any]:

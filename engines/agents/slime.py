@@ -24,7 +24,8 @@ import numpy as np
 
 from cairn.configs.kinds import GENERATE
 from cairn.configs.slime import Arguments, Status, as_in_row
-from cairn.engines.types.trajectories import SampleRequest, Segment, Trajectory
+from cairn.engines.types.trajectories import BadTrajectory, SampleRequest, Segment, Trajectory
+from cairn.storage.store.canonical import from_json
 
 if TYPE_CHECKING:  # graders import this too, and need no server
     from cairn.engines.agents.capture.protocol import ChatTemplate, Exchange
@@ -249,12 +250,15 @@ class _Record:
         Where nothing of a sample was sampled so, it has the last exchanges of the record. Raises ValueError where the
         sample is aborted or failed, or its reward is a mapping without `reward_key`.
         """
+        if not hasattr(sample, "tokens") or not hasattr(sample, "response_length"):
+            raise BadTrajectory(f"generate returned {type(sample).__name__} for a sample; return its samples in a list")
         status = getattr(sample.status, "value", sample.status)
         if status in (Status.ABORTED.value, Status.FAILED.value):
             raise ValueError(f"generate returned a sample whose status is {status}")
-        length = int(sample.response_length) if len(sample.tokens) else 0
-        tokens = np.asarray(sample.tokens, np.int32)
-        mask = np.ones(length, np.uint8) if sample.loss_mask is None else np.asarray(sample.loss_mask, np.uint8)
+        tokens = _integers(sample.tokens, "tokens", 2**31 - 1)
+        length = int(_integers([sample.response_length], "response_length", 2**31 - 1)[0]) if len(tokens) else 0
+        given = sample.loss_mask
+        mask = np.ones(length, np.uint8) if given is None else _integers(given, "loss_mask", 1).astype(np.uint8)
         if length and (len(mask) != length or len(tokens) <= length):
             raise ValueError(
                 f"generate returned {len(tokens)} tokens, {length} in the response, {len(mask)} in loss_mask"
@@ -361,7 +365,24 @@ class _Record:
             if self._reward_key not in reward:
                 raise ValueError("generate returned a sample whose reward is a mapping: set reward.reward_key")
             reward = reward[self._reward_key]
-        return None if reward is None else float(reward)
+        try:
+            return None if reward is None else float(reward)
+        except (TypeError, ValueError, OverflowError):
+            kind = type(reward).__name__
+            raise ValueError(f"generate returned a sample whose reward is no number: it is {kind}") from None
+
+
+def _integers(values: Any, name: str, largest: int) -> np.ndarray:
+    """Return the whole numbers from 0 to `largest` of a sample's field. Raises ValueError for anything else."""
+    try:
+        found = np.asarray(values)
+        whole = found.astype(np.int32)
+        same = (found == whole) & (found >= 0) & (found <= largest)
+        if found.ndim == 1 and found.dtype.kind in "biuf" and same.all():
+            return whole
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ValueError(f"generate returned a sample whose {name} has other values than whole numbers up to {largest}")
 
 
 def _begins(tokens: np.ndarray, start: np.ndarray) -> bool:
@@ -382,11 +403,11 @@ def _info(sample: Any, request: SampleRequest, text: str) -> dict[str, Any] | No
         "response": text,
     }
     written = {}
-    for name, value in vars(sample).items():
+    for name, value in getattr(sample, "__dict__", {}).items():
         if name in _FIELDS or name.startswith("_") or (name in known and value == known[name]):
             continue
         try:
-            written[name] = json.loads(json.dumps(value, allow_nan=False))
+            written[name] = from_json(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError, RecursionError):
             continue
     return written or None

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cairn.configs.errors import BadInput, Failure
+from cairn.configs.errors import BadInput, Failure, message_of
 from cairn.flows.cli.command import FAILED
 from cairn.flows.cli.printing import print_stderr
 from cairn.flows.driver.signals import INTERRUPTED
@@ -99,7 +99,7 @@ def describe(error: Exception) -> str:
     if isinstance(error, OSError) and lacks_space(error):
         return f"no space is left: {error}; free some"
     if not isinstance(error, RunDiffers):
-        return str(error)
+        return message_of(error)
     lines, asked = [], False
     for field, old, new in error.differences:
         if field.startswith("digest of "):

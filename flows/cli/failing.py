@@ -11,16 +11,20 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from cairn.configs.errors import Failure
+from cairn.configs.errors import Failure, message_of
+from cairn.configs.schema.base import has_credentials
 from cairn.flows.cli.app import describe, exit_code
 from cairn.flows.cli.command import FAILED, Root
 from cairn.flows.cli.printing import print_stderr
+from cairn.flows.text import shortened
 
 if TYPE_CHECKING:
     from cairn.flows.reading.failure import RunFailure, Terminal
     from cairn.storage.store.store import Store
 
 _MEANT = re.compile(r"(\S+) is not an option; did you mean (\S+)\?$")
+_LONGEST = 8000
+"""Number of characters after which a message is cut."""
 _WIDTH = 80
 """Number of characters of the box's lines."""
 
@@ -39,7 +43,7 @@ def ending_in_box(root: Root, run: str, words: Sequence[str]) -> Iterator[None]:
         from cairn.flows.reading.failure import OUT_OF_MEMORY
 
         code = exit_code(error)
-        if code is None and not OUT_OF_MEMORY.search(str(error)):
+        if code is None and not OUT_OF_MEMORY.search(message_of(error)):
             print_stderr("".join(traceback.format_exception(error)).rstrip())
         failure, owned = _failure(root, run, error, words)
         print_stderr("\n".join(box_lines(f"run {run} {'failed' if owned else 'did not start'}", failure)))
@@ -85,7 +89,7 @@ def _failure(root: Root, run: str, error: Exception, words: Sequence[str]) -> "t
     from cairn.storage.store.errors import RunDiffers, StoreRefused
 
     own = Holder.this_process()
-    url = root.url if "://" in root.url else os.path.abspath(root.url)
+    url = _without_keys(root.url) if "://" in root.url else os.path.abspath(root.url)
     terminal = Terminal(url, own.folder, own.variables)
     instead: tuple[str, ...] = ()
     try:
@@ -108,7 +112,16 @@ def _failure(root: Root, run: str, error: Exception, words: Sequence[str]) -> "t
     except Exception:  # which may be what the command failed of
         stands = None
     following = tuple(_next(error, root, run, terminal, words))
-    return RunFailure(what=describe(error), stands=stands, next=following, instead=instead), False
+    kind, what = type(error).__name__, shortened(describe(error), _LONGEST)
+    if exit_code(error) is None:
+        what = f"{kind}: {what}" if what else kind
+    return RunFailure(what=what or kind, stands=stands, next=following, instead=instead), False
+
+
+def _without_keys(url: str) -> str:
+    """Return a store's address without credentials, which belong into the environment."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}" if has_credentials(url) else url
 
 
 def _next(error: Exception, root: Root, run: str, terminal: "Terminal", words: Sequence[str]) -> Iterator[str]:

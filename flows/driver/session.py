@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from cairn.configs.digest import digest
-from cairn.configs.errors import ConfigError
+from cairn.configs.errors import ConfigError, message_of
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.fencing import Claim, Tenure
@@ -248,7 +248,7 @@ def is_resumable(ledger: Ledger) -> bool:
 def driver_failure(error: BaseException, given_up: Sequence[GivenUp], resumable: bool) -> DriverFailure:
     """Return the record of an error that ends a driver, with the step that it ended."""
     kind, advice = type(error).__name__, getattr(error, "advice", None)
-    what = str(error) if advice is None else str(error.args[0])
+    what = message_of(error) if advice is None else str(error.args[0])
     what = shortened(what.strip() or kind, _LONGEST_ERROR)
     failure = DriverFailure(kind=kind, error=what, advice=advice, resumable=resumable)
     own = next((one for one in given_up if one.error is error), None)
@@ -269,4 +269,4 @@ def why_failed(store: Store, run: str, error: Exception, given_up: Sequence[Give
             ending = driver_failure(error, given_up, is_resumable(Ledger.open(store, run)))
         if (failure := own_failure(store, run, error, ending)) is not None:
             return failure
-    return RunFailure(what=str(error) or type(error).__name__)
+    return RunFailure(what=shortened(message_of(error), _LONGEST_ERROR) or type(error).__name__)

@@ -145,6 +145,16 @@ def written(flag: str, words: Sequence[Any]) -> str:
     return text if len(text) <= 100 else text[:99] + "…"
 
 
+def mapping(value: Any) -> dict[str, Any]:
+    """Return a value of a YAML file as a mapping with texts as keys; an empty one where it is something else."""
+    return {str(key): one for key, one in value.items()} if isinstance(value, dict) else {}
+
+
+def mapping_in(text: str | None) -> dict[str, Any]:
+    """Return the mapping in the text of a YAML file; an empty one where there is none."""
+    return mapping(_parsed(text or ""))
+
+
 def count(value: Any, default: int) -> int:
     """Return a number of things, at least 1; `default` where a script left it open or it is none."""
     number = _parsed(value) if isinstance(value, str) else value

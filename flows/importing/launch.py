@@ -38,10 +38,15 @@ IGNORED = (
 )
 """Programs that scripts call besides, which do nothing here. Further ones are added as a script calls them."""
 
+LONGEST = 2**22
+"""Maximum number of bytes of a script."""
 SECONDS = 20
 MOST_COMMANDS = 200_000
 MOST_TRIES = 40
 """Number of runs of a script, each with what the one before it lacked."""
+_ENDED: "list[Bash]" = []
+"""Interpreters that were ended. They stay until the process ends, since the removal of one waits for the pipe that it
+may read."""
 
 _UNKNOWN = re.compile(r"line (\d+): (.+?): command not found", re.MULTILINE)
 _MISSING = re.compile(r"line (\d+): (/.+?): No such file or directory", re.MULTILINE)
@@ -73,9 +78,13 @@ def launch_of(script: Path, environment: Mapping[str, str]) -> Launch:
     """
     script = script.absolute()
     try:
-        text = script.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with script.open("rb") as file:
+            data = file.read(LONGEST + 1)
+        text = data.decode("utf-8")
+    except (OSError, ValueError) as error:
         raise BadInput(f"{script} cannot be read as a text file: {error}") from None
+    if len(data) > LONGEST:
+        raise BadInput(f"{script} is longer than {LONGEST:,} bytes, which no launch script is")
     root = _checkout(script)
     missing = {str(script): _patient(text)}
     ignored = set(IGNORED)
@@ -84,6 +93,8 @@ def launch_of(script: Path, environment: Mapping[str, str]) -> Launch:
         calls: list[list[str]] = []
         bash = _interpreter(root, environment, missing, ignored, calls)
         result = bash.execute_sync(f"source {shlex.quote(str(script))}")
+        if result.error:
+            _ENDED.append(bash)
         if not _add_missing(result.stderr, root, missing, ignored, notes):
             break
     found = [launch for call in calls if (launch := _training(call, calls)) is not None]
@@ -99,8 +110,9 @@ def launch_of(script: Path, environment: Mapping[str, str]) -> Launch:
         notes[f"the script ended with exit code {result.exit_code} after it had started the training"] = None
 
     def read(path: str) -> str | None:
+        file = root / path
         try:
-            return str(bash.read_file(path if path.startswith("/") else f"{root}/{path}"))
+            return None if file.exists() and not file.is_file() else str(bash.read_file(str(file)))
         except Exception:
             return None
 
@@ -171,11 +183,21 @@ def _add_missing(errors: str, root: Path, missing: dict[str, str], ignored: set[
         ignored.add(name)
     for line, path in _MISSING.findall(errors):
         path = path.rsplit(": ", 1)[-1]
-        other = next(iter(sorted(root.glob(f"scripts/models/{Path(path).name}"))), None)
-        if other is not None and path not in missing:
-            missing[path] = other.read_text("utf-8")
+        other = root / "scripts/models" / Path(path).name
+        if path not in missing and (text := _text_inside(other, root)) is not None:
+            missing[path] = text
             notes[f"line {line}: {path} is not there; {other} is read in its place"] = None
     return len(missing) + len(ignored) > before
+
+
+def _text_inside(file: Path, root: Path) -> str | None:
+    """Return the text of a file below a folder; None where there is none, or a link that leads out of the folder."""
+    try:
+        if file.is_file() and file.resolve().is_relative_to(root.resolve()):
+            return file.read_text("utf-8")
+    except (OSError, ValueError):
+        pass
+    return None
 
 
 class _Call(NamedTuple):
@@ -220,8 +242,8 @@ def _folders(call: Sequence[str], script: Path, root: Path) -> list[Path]:
         match = re.fullmatch(r"(?:--runtime-env-json=)?(\{.*\})", word, re.DOTALL)
         if match:
             try:
-                paths = from_json(match[1]).get("env_vars", {}).get("PYTHONPATH", "")
-            except (ValueError, AttributeError):
+                paths = str(from_json(match[1])["env_vars"]["PYTHONPATH"])
+            except (ValueError, LookupError, TypeError):
                 continue
             found = [Path(path) for path in paths.split(":") if path] + found
     return list(dict.fromkeys(found))

@@ -2,10 +2,9 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from os.path import isfile
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from cairn.configs.catalogue import published_repository
 from cairn.configs.counterparts import counterparts
@@ -14,9 +13,8 @@ from cairn.configs.plugins import RELATIVE_IMPORT, BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.evaluation import BenchmarkConfig
 from cairn.configs.schema.reward import RewardConfig
-from cairn.configs.yaml_file import parse_yaml
 from cairn.engines.training.megatron.permitted import PERMITTED
-from cairn.flows.importing.draft import Draft, count, typed, written
+from cairn.flows.importing.draft import Draft, count, mapping, mapping_in, typed, written
 from cairn.flows.importing.launch import Launch
 from cairn.tasks.grading.graders import get_grader
 
@@ -200,7 +198,7 @@ def _benchmarks(draft: Draft, flags: Flags, launch: Launch) -> None:
         file = (flags.pop("eval_config") or [""])[0]
         found += _eval_config(draft, file, launch.read(file))
     for one in [*found]:
-        if "rm_type" in one and not _is_grader(one["rm_type"]):
+        if "rm_type" in one and not _is_grader(str(one["rm_type"])):
             draft.leave_out(f"benchmark {one['name']}", f"there is no grader {one['rm_type']!r}")
             found.remove(one)
     if found:
@@ -221,16 +219,15 @@ def _is_grader(name: str) -> bool:
 
 def _eval_config(draft: Draft, file: str, text: str | None) -> Iterator[dict[str, Any]]:
     """Yield the data sets in a file of `--eval-config`."""
-    try:
-        values = parse_yaml(text or "").get("eval", {})
-        defaults, datasets = values.get("defaults", {}), values.get("datasets", [])
-    except (yaml.YAMLError, AttributeError):
+    values = mapping(mapping_in(text).get("eval"))
+    datasets = values.get("datasets")
+    if not isinstance(datasets, list):
         draft.leave_out(f"--eval-config {file}", "the file is not there, or is not of slime's form")
         return
-    for one in datasets:
+    for one in map(mapping, datasets):
         if not {"name", "path"} <= one.keys():
             continue
-        merged = {**defaults, **one}
+        merged = {**mapping(values.get("defaults")), **one}
         for name in sorted(merged.keys() - BenchmarkConfig.model_fields.keys()):
             del merged[name]
             draft.leave_out(f"{name} of --eval-config", "benchmarks have no such option")
@@ -258,11 +255,7 @@ _MIS = {"tis_lower_bound": "tis_clip_low", "tis_upper_bound": "tis_clip"}
 def _mis(draft: Draft, flags: Flags, launch: Launch) -> None:
     """Set the options of slime's example of a correction, which `--custom-config-path` names."""
     file = (flags.pop("custom_config_path", None) or [""])[0]
-    try:
-        options = parse_yaml(launch.read(file) or "") or {}
-    except yaml.YAMLError:
-        options = {}
-    for name, value in options.items():
+    for name, value in mapping_in(launch.read(file)).items():
         option = f"algorithm.{_MIS.get(name, name)}"
         if value is not None and option.rpartition(".")[2] in AlgorithmConfig.model_fields:
             draft.set(option, value, f"{name} in {file}")
@@ -295,10 +288,10 @@ def _local_code(draft: Draft, name: str, folders: Sequence[Path]) -> str:
         return name
     for folder in folders:
         file = folder.joinpath(*module.split(".")).with_suffix(".py")
-        if file.is_file() and RELATIVE_IMPORT.search(file.read_text("utf-8", "replace")):
+        if isfile(file) and RELATIVE_IMPORT.search(file.read_text("utf-8", "replace")):
             draft.notes.append(f"{name} imports from its own package: run with PYTHONPATH={folder}")
             return name
-        if file.is_file():
+        if isfile(file):
             return f"{file}:{function}"
     return name
 

@@ -3,10 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
-from cairn.configs.yaml_file import parse_yaml
-from cairn.flows.importing.draft import Draft, count, typed
+from cairn.flows.importing.draft import Draft, count, mapping_in, typed
 from cairn.flows.importing.launch import Launch
 from cairn.flows.importing.slime import flags_of
 
@@ -46,10 +43,7 @@ def options(launch: Launch) -> dict[str, Any]:
     flags = flags_of(launch.arguments)
     found: dict[str, Any] = {}
     for file in flags.pop("config", []):
-        try:
-            found |= parse_yaml(launch.read(file) or "") or {}
-        except yaml.YAMLError:
-            continue
+        found |= mapping_in(launch.read(file))
     for name, words in {**flags_of(launch.launcher), **flags}.items():
         found[name] = typed("", words)
     for name in ("nproc_per_node", "num_processes"):

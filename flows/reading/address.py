@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from cairn.storage.ledger.commits import Commit, Step
     from cairn.storage.ledger.ledger import Ledger
 
-_FORM = re.compile(r"(?P<run>[^@]+)(?:@(?P<iteration>\d+)(?:/(?P<sample>\d+)(?:/(?P<index>\d+))?)?)?")
+_NUMBER = "[0-9]{1,20}"
+_FORM = re.compile(
+    rf"(?P<run>[^@]+)(?:@(?P<iteration>{_NUMBER})(?:/(?P<sample>{_NUMBER})(?:/(?P<index>{_NUMBER}))?)?)?"
+)
 _LAST_ID = 2**63 - 1
 """Maximum of an integer column of a table."""
 

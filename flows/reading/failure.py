@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cairn.configs.schema.run import RunConfig
+from cairn.flows.text import printable
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.leases import VARIABLES, DriverFailure, Holder, LeaseState, Outcome, all_leases
@@ -98,9 +99,18 @@ class Terminal:
         folder = self.folder or os.getcwd()
         default = os.path.normpath(os.path.join(folder, os.environ.get("CAIRN_STORE", "")))
         place = () if self.url == folder == default else ("--store", _near(self.url, folder))
-        variables = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
-        command = " ".join([*variables, shlex.join([*words, *place])])
-        return command if folder == os.getcwd() else f"cd {shlex.quote(folder)} && {command}"
+        variables = [f"{name}={_quoted(value)}" for name, value in self.variables.items()]
+        command = " ".join([*variables, *map(_quoted, [*words, *place])])
+        return command if folder == os.getcwd() else f"cd {_quoted(folder)} && {command}"
+
+
+def _quoted(word: str) -> str:
+    """Return a word for a shell; with control characters in the form of bash and zsh that prints as it is typed."""
+    if printable(word) == word and "\n" not in word:
+        return shlex.quote(word)
+    word = word.replace("\\", "\\\\").replace("'", "\\'")
+    letters = (one if one.isprintable() or ord(one) >= 160 else f"\\u{ord(one):04x}" for one in word)
+    return f"$'{''.join(letters)}'"
 
 
 def _near(url: str, folder: str) -> str:

@@ -73,7 +73,7 @@ class OtherSample(Record):
 
 
 class Cost(Record):
-    """What the iterations took."""
+    """What the iterations took; None for what the trainer of an imported run did not record."""
 
     seconds: Pair
     device_seconds: Pair
@@ -125,13 +125,16 @@ class Compared(Record):
         if outcome := [*self.metrics[:1], *self.evaluations]:
             yield f"In {at}: {', '.join(map(str, outcome))}"
         cost = self.cost
-        yield "; ".join(
+        took = "; ".join(
             f"{run} took {duration(seconds)} and {number(tokens, ',.0f')} generated tokens"
             for run, seconds, tokens in (
                 (str(first), cost.seconds.first, cost.tokens.first),
                 (str(second), cost.seconds.second, cost.tokens.second),
             )
+            if seconds is not None
         )
+        if took:
+            yield took
 
     @property
     def paragraph(self) -> str:
@@ -273,14 +276,21 @@ def _cost(histories: tuple[History, History], untils: tuple[int, int]) -> Cost:
         [one.metrics for one in history.iterations if one.number <= until]
         for history, until in zip(histories, untils, strict=True)
     ]
-    seconds = [sum(metrics["perf/step_time"] for metrics in each) for each in own]
-    tokens = [sum(metrics.get("rollout/response_tokens", 0.0) for metrics in each) for each in own]
-    devices = [history.costs.reserved_device_seconds for history in histories]
+    seconds, tokens = ([_sum(each, name) for each in own] for name in ("perf/step_time", "rollout/response_tokens"))
+    devices = [
+        None if time is None else history.costs.reserved_device_seconds
+        for history, time in zip(histories, seconds, strict=True)
+    ]
     return Cost(
         seconds=Pair(name="time in iterations", first=seconds[0], second=seconds[1], unit="s"),
         device_seconds=Pair(name="reserved", first=devices[0], second=devices[1], unit="device-seconds"),
         tokens=Pair(name="generated", first=tokens[0], second=tokens[1], unit="tokens"),
     )
+
+
+def _sum(metrics: Sequence[Mapping[str, float]], name: str) -> float | None:
+    values = [each[name] for each in metrics if name in each]
+    return sum(values) if values else None
 
 
 def shown(value: float | None) -> str:

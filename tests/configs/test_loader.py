@@ -381,7 +381,10 @@ def test_what_yaml_can_write_and_no_configuration_can_hold_is_one_sentence(tmp_p
     for text, says in {
         "model: &m {path: x, ref_path: *m}\n": "a value in it contains itself",
         f"model: {'[' * 2000}{']' * 2000}\n": "is not YAML: it is nested too deeply",
-        "seed: !!timestamp x\n": "is not YAML: a value does not fit its tag: ",
+        "seed: !!float x\n": "is not YAML: a value does not fit its tag: ",
+        "seed: !!timestamp 2026-01-02\n": "is not YAML: line 1: could not determine a constructor",
+        "seed: !!binary aGk=\n": "is not YAML: line 1: could not determine a constructor",
+        "a: &a0 [1]\n" + "".join(f"b{n}: &a{n + 1} [{f'*a{n},' * 10}]\n" for n in range(9)): "has more than 1,000,000",
         f"seed: {'9' * 5000}\n": "is not YAML: line 1: the number has 5000 digits",
         'model: {path: "\\ud83d"}\n': "half of a surrogate pair",
     }.items():

@@ -20,6 +20,7 @@ from functools import partial
 from itertools import chain, count
 from typing import Any
 
+from cairn.configs.errors import message_of
 from cairn.engines.agents.episodes.context import Context, EpisodeOptions
 from cairn.engines.agents.episodes.recorder import (
     EpisodeDiverged,
@@ -333,8 +334,5 @@ def error_message(error: BaseException, generate: Generate) -> str:
     """Return the message of an error of a sample's code, with its place there."""
     if isinstance(error, RequestRefused):
         return "; ".join(error.refused.values())
-    try:
-        text = str(error)
-    except Exception:
-        text = "its message cannot be read"
-    return with_place(shortened(f"generate: {type(error).__name__}: {text}", _LONGEST_ERROR), error, generate)
+    text = f"generate: {type(error).__name__}: {message_of(error)}"
+    return with_place(shortened(text, _LONGEST_ERROR), error, generate)

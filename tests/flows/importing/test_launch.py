@@ -8,15 +8,20 @@ from pathlib import Path
 import pytest
 
 from cairn.configs.errors import BadInput
+from cairn.flows.importing import launch
 from cairn.flows.importing.launch import launch_of
 
 TRAIN = "\npython3 train.py --lr 1\n"
 
 
 def launched(folder: Path, text: str) -> tuple[str, ...]:
+    return launch_of(_script(folder, text), {}).arguments
+
+
+def _script(folder: Path, text: str) -> Path:
     script = folder / "run.sh"
     script.write_text(text)
-    return launch_of(script, {}).arguments
+    return script
 
 
 @pytest.fixture
@@ -61,3 +66,38 @@ def test_a_script_without_an_end_is_ended(folder: Path, endless: str) -> None:
     with pytest.raises(BadInput, match="starts no training"):
         launched(folder, endless + TRAIN)
     assert time.monotonic() - began < 40
+
+
+def test_no_link_leads_out_of_the_checkout_and_no_pipe_is_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "SECONDS", 1)
+    models = folder / "scripts/models"
+    models.mkdir(parents=True)
+    secret = folder.parent / "secret.sh"
+    secret.write_text("A=secret")
+    (models / "link.sh").symlink_to(secret)
+    (models / "folder.sh").mkdir()
+    (models / "bytes.sh").write_bytes(b"\xff\0")
+    os.mkfifo(models / "pipe.sh")
+    names = ("link.sh", "folder.sh", "bytes.sh", "pipe.sh", "..", "*", "[")
+    gone = "; ".join(f"source '/gone/{name}'" for name in names)
+    assert launched(folder, f'{gone}; source scripts/models/link.sh\npython3 train.py --a "$A"') == ("--a", "")
+    with pytest.raises(BadInput, match="starts no training"):
+        launched(folder, "source scripts/models/pipe.sh" + TRAIN)
+    found = launch_of(_script(folder, TRAIN), {})
+    assert found.read("scripts/models/pipe.sh") is found.read("scripts/models/folder.sh") is None
+
+
+@pytest.mark.parametrize(
+    "environment", ["[1]", '{"env_vars": [1]}', '{"env_vars": {"PYTHONPATH": null}}', '{"a":' * 5000, "{}"]
+)
+def test_the_environment_of_a_job_may_be_of_any_kind(folder: Path, environment: str) -> None:
+    script = _script(folder, f"ray job submit --runtime-env-json='{environment}' -- {TRAIN.strip()}")
+    assert launch_of(script, {}).arguments == ("--lr", "1")
+
+
+def test_a_script_without_an_end_of_its_file_is_refused(folder: Path) -> None:
+    (folder / "run.sh").symlink_to("/dev/zero")
+    with pytest.raises(BadInput, match="longer than"):
+        launch_of(folder / "run.sh", {})

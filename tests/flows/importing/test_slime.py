@@ -222,3 +222,17 @@ def test_every_script_of_a_checkout_of_slime_is_imported(tmp_path: Path) -> None
     assert {one.script: one.imported for one in found if one.imported != "ok"}.keys() <= {
         "scripts/run-glm4.7-30B-A3B.sh"  # its layout needs 16 ranks and has 8
     }
+
+
+@pytest.mark.parametrize(
+    "evaluation",
+    ["3", "[1]", "{datasets: 3}", "{datasets: [3]}", "{datasets: [{name: a, path: b, rm_type: [3]}]}"]
+    + [f"{{defaults: {defaults}, datasets: [{{name: a, path: b, 3: 4}}]}}" for defaults in ("3", "null", "[a]")],
+)
+def test_files_that_a_script_names_may_be_of_any_form(checkout: Path, evaluation: str) -> None:
+    (checkout / "eval.yaml").write_text(f"eval: {evaluation}")
+    (checkout / "mis.yaml").write_text("[1]")
+    more = "--use-tis --custom-tis-function-path x.mis.compute_mis_weights_with_cp --custom-config-path mis.yaml"
+    code = f"--custom-rm-path {'a' * 5000}.b"
+    draft = imported(checkout, "--balance-data", f"--balance-data --eval-config eval.yaml {more} {code}")
+    assert draft.values["algorithm.custom_tis_function_path"] == "mis"

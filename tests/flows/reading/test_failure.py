@@ -2,14 +2,20 @@
 
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+import typer
 
+from cairn.configs.errors import BadInput
+from cairn.flows.cli.command import Root
+from cairn.flows.cli.failing import ending_in_box
 from cairn.flows.reading.failure import RunFailure, Terminal
 from cairn.flows.reading.views import run_status
+from cairn.flows.text import printable
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.leases import DriverFailure, Holder, Outcome
 from cairn.storage.ledger.ledger import Ledger
@@ -138,3 +144,47 @@ def test_a_command_names_the_folder_the_variables_and_the_store(
     assert Terminal("s3://b/x").line("cairn", "runs") == "cairn runs --store s3://b/x"
     forged = Holder.this_process().model_copy(update={"variables": {"LD_PRELOAD": "x", "PYTHONPATH": "y"}})
     assert Terminal.of(open_store(str(tmp_path)), forged).line("cairn", "runs") == "PYTHONPATH=y cairn runs"
+
+
+def test_a_command_with_control_characters_prints_as_it_is_typed() -> None:
+    words = ["a b", "it's", "two\nlines", "\x1b[31m it's \\\x9b", "é"]
+    line = Terminal(os.getcwd(), os.getcwd()).line("printf", "%s|", *words)
+    assert printable(line) == line
+    assert "\n" not in line
+    assert subprocess.run(["bash", "-c", line], capture_output=True, text=True).stdout == "".join(
+        f"{w}|" for w in words
+    )
+
+
+class _Broken(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (_Broken(), 1, "what happened  _Broken: its message cannot be read\n"),
+        (KeyError("k"), 1, "what happened  KeyError: 'k'\n"),
+        (RuntimeError(), 1, "what happened  RuntimeError\n"),
+        (BadInput("x" * 10**6 + "\x1b"), 2, "x… and 992,001 characters more\n"),
+        (BadInput("a\x1b[31m"), 2, "what happened  a\\x1b[31m\n"),
+    ],
+)
+def test_every_error_ends_in_a_box(
+    error: Exception, code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as ended, ending_in_box(Root(str(tmp_path)), "toy", ["cairn", "resume", "toy"]):
+        raise error
+    box = capsys.readouterr().err.partition("━━ run toy did not start")[2]
+    assert (ended.value.exit_code, says in box) == (code, True)
+    assert f"  cairn resume toy --store {tmp_path}\n" in box
+
+
+@pytest.mark.parametrize("url", ["s3://KEY:hidden@b/x", "s3://b/x?aws_secret_access_key=hidden"])
+def test_the_next_command_has_no_keys_of_a_store(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), ending_in_box(Root(url), "toy", ["cairn", "resume", "toy"]):
+        raise BadInput("no")
+    printed = capsys.readouterr().err
+    assert "hidden" not in printed
+    assert "cairn resume toy --store s3://b/x\n" in printed

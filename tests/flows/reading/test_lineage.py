@@ -137,6 +137,8 @@ def test_what_is_gone_or_altered_is_an_error_that_names_it(tmp_path: Path) -> No
         (["toy@7/4/0"], "it has no samples"),
         ([f"toy@1/{2**63}/0"], "a sample is a number up to"),
         (["toy@1/4/-1"], "is not RUN[@ITER[/SAMPLE]], such as quickstart@19/3"),
+        (["toy@" + "9" * 5000], "is not RUN[@ITER[/SAMPLE]], such as quickstart@19/3"),
+        (["toy@1/٣"], "is not RUN[@ITER[/SAMPLE]], such as quickstart@19/3"),
         (["toi@1/4/0"], "there is no run 'toi'"),
     ],
 )

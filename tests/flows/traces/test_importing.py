@@ -98,6 +98,9 @@ def test_what_trl_recorded_is_a_run_with_rewards_and_advantages() -> None:
     assert status["reward"] == pytest.approx(sum(row["reward"] for row in found[48:]) / 16)
     assert "grpo  completed" in re.sub(" +", "  ", cairn("runs").stdout)
     assert "Sort the digits" in cairn("show", "grpo@3").stdout
+    compared = cairn("compare", "grpo@1", "grpo@3")
+    assert (compared.exit_code, "took" in compared.stdout) == (0, False)
+    assert "reward" in compared.stdout
     verified = cairn("verify", "grpo")
     assert verified.exit_code == 0
     assert "16 trained on" in verified.stdout

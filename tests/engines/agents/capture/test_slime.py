@@ -154,6 +154,13 @@ async def in_place(args, sample, sampling_params):
     return sample
 
 
+async def edits(args, sample, sampling_params):
+    sample = await by_tokens(args, sample, sampling_params)
+    for name, code in sample.metadata["edits"].items():
+        setattr(sample, name, eval(code, {"sample": sample, "tokens": sample.tokens}))
+    return sample
+
+
 async def generate(args, sample, sampling_params):
     """The one that the sample names: a process takes long to start."""
     function = globals()[sample.metadata["as"]]
@@ -176,9 +183,9 @@ def generated(engine: TransformersEngine, talker: Path, tmp_path_factory: pytest
     options = EpisodeOptions(args=args)
     function = GenerateFunction(f"{file}:generate", search, str(talker), timeout=60.0, options=options)
 
-    def generated(name: str) -> GeneratedSample:
+    def generated(name: str, **edits: str) -> GeneratedSample:
         prompt = '[{"role": "user", "content": "Hello."}]'
-        requested = SampleRequest(0, 0, [20, 21, 22], 7, prompt=prompt, metadata={"as": name})
+        requested = SampleRequest(0, 0, [20, 21, 22], 7, prompt=prompt, metadata={"as": name, "edits": edits})
         with closing(samples.generate([requested], params, function)) as stream:  # type: ignore[type-var]
             (result,) = [sample for part in stream if isinstance(part, list) for sample in part]
         return result
@@ -235,7 +242,7 @@ def test_a_sample_without_tokens_is_what_the_record_says(generated: Any, tokeniz
     assert trajectory.loss_mask.sum() == sum(len(one) for one in trajectory.segments[::2])
     assert tokenizer.decode(trajectory.segments[2].ids) == "Bye now.<|im_end|>"
     assert trajectory.reward == 0.5
-    metadata = {"as": "several_turns", "turns": 2}
+    metadata = {"as": "several_turns", "edits": {}, "turns": 2}
     assert trajectory.info is not None
     assert len(trajectory.info.pop("prompt")) == 3, "the function has extended the messages"
     assert trajectory.info == {"response": "Bye now.", "tool_calls": 1, "metadata": metadata}
@@ -279,3 +286,37 @@ def test_a_mapping_is_a_reward_by_its_key(generated: Any) -> None:
 )
 def test_what_was_not_sampled_so_fails_its_sample(generated: Any, name: str, told: str) -> None:
     assert told in generated(name).error
+
+
+@pytest.mark.parametrize(
+    ("field", "code", "told"),
+    [
+        ("loss_mask", "[0.5] * sample.response_length", "loss_mask has other values than whole numbers up to 1"),
+        ("loss_mask", "[2] * sample.response_length", "loss_mask has other values"),
+        ("loss_mask", "[[1]] * sample.response_length", "loss_mask has other values"),
+        ("loss_mask", "[float('nan')] * sample.response_length", "loss_mask has other values"),
+        ("loss_mask", "3", "loss_mask has other values"),
+        ("loss_mask", "[1]", "1 in loss_mask"),
+        ("tokens", "tokens[:-1] + [-5]", "tokens has other values"),
+        ("tokens", "[one + 0.5 for one in tokens]", "tokens has other values"),
+        ("tokens", "tokens[:-1] + [2 ** 40]", "tokens has other values"),
+        ("tokens", "[tokens, tokens[:-1]]", "tokens has other values"),
+        ("response_length", "None", "response_length has other values"),
+        ("response_length", "-3", "response_length has other values"),
+        ("reward", "[1.0]", "whose reward is no number: it is list"),
+        ("reward", "10 ** 400", "whose reward is no number: it is int"),
+        ("reward", "float('nan')", "the reward nan, which is not finite"),
+    ],
+)
+def test_values_of_another_kind_fail_their_sample_with_a_sentence(
+    generated: Any, field: str, code: str, told: str
+) -> None:
+    assert told in generated("edits", **{field: code}).error
+
+
+def test_attributes_that_no_grader_can_get_are_left_out(generated: Any) -> None:
+    deep = "__import__('functools').reduce(lambda inner, _: [inner], range(300), 1)"
+    sample = generated("edits", own=deep, other="object()", kept="3")
+    assert sample.error is None
+    assert sample.infos[0]["kept"] == 3
+    assert not {"own", "other"} & sample.infos[0].keys()
