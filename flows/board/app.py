@@ -36,6 +36,7 @@ from cairn.flows.report.content import made
 from cairn.flows.report.page import write_page
 from cairn.flows.text import printable
 from cairn.storage.ledger.layout import LAST_NUMBER
+from cairn.storage.store.canonical import from_json
 
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -130,7 +131,7 @@ class Board:
             raise HTTPException(404, f"there is no action {request.path_params['action']!r}")
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
             raise HTTPException(415, "a body must be declared as application/json")
-        given = await request.json()
+        given = from_json(await request.body())
         if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
             raise HTTPException(400, "the body must be an object of texts")
         run = self._run(request).reader.run

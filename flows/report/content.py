@@ -180,7 +180,7 @@ def _rows(rows: pa.Table, prompts: Any, why: np.ndarray, cut: int | None, counts
     block.numbers("prompt", prompts.indices.to_numpy(zero_copy_only=False).astype(np.int32))
     block.numbers("why", why)
     lengths = pc.utf8_length(pc.fill_null(rows.column("response"), "")).to_numpy(zero_copy_only=False)
-    block.numbers("response_cut", (lengths > (lengths.max() if cut is None else cut)).astype(np.uint8))
+    block.numbers("response_cut", (lengths > (np.inf if cut is None else cut)).astype(np.uint8))
     block.value("prompts", len(prompts.dictionary))
     block.value("blocks", dict(counts))
     block.value("cut", cut)

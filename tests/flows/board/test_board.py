@@ -216,6 +216,10 @@ def test_without_the_token_and_from_other_pages_nothing_changes(served: Served, 
         answer = httpx.post(approve, content="{}", headers={"Content-Type": "application/json", **dict(headers)})
         assert answer.status_code == status, (headers, answer.text)
         assert "access-control-allow-origin" not in answer.headers
+    headers = {"Content-Type": "application/json", **bearer}
+    assert httpx.post(approve, content="[" * 10**5, headers=headers).status_code == 400
+    nothing = httpx.get(f"{served.url}/data/runs/gated/samples?first=5&last=1")
+    assert (nothing.status_code, nothing.json()["bounds"]) == (200, [5, 1])
     assert httpx.get(served.url).headers["content-security-policy"] == "frame-ancestors 'none'"
     assert served.gated.decisions.gates()[1].state is GateState.OPEN
 
