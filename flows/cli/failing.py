@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from cairn.configs.errors import Failure, message_of
-from cairn.configs.schema.base import has_credentials
 from cairn.flows.cli.app import describe, exit_code
 from cairn.flows.cli.command import FAILED, Root
 from cairn.flows.cli.printing import print_stderr
@@ -120,6 +119,8 @@ def _failure(root: Root, run: str, error: Exception, words: Sequence[str]) -> "t
 
 def _without_keys(url: str) -> str:
     """Return a store's address without credentials, which belong into the environment."""
+    from cairn.configs.schema.base import has_credentials
+
     scheme, _, rest = url.partition("://")
     return f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}" if has_credentials(url) else url
 

@@ -178,7 +178,7 @@ def test_every_error_ends_in_a_box(
         raise error
     box = capsys.readouterr().err.partition("━━ run toy did not start")[2]
     assert (ended.value.exit_code, says in box) == (code, True)
-    assert f"  cairn resume toy --store {tmp_path}\n" in box
+    assert f"cairn resume toy --store {tmp_path}\n" in box
 
 
 @pytest.mark.parametrize("url", ["s3://KEY:hidden@b/x", "s3://b/x?aws_secret_access_key=hidden"])
