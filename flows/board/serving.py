@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 from contextlib import closing, suppress
-from pathlib import Path
 
 from cairn.configs.errors import BadInput
 from cairn.storage.store.store import Store
@@ -72,8 +71,6 @@ def serve(store: Store, listener: socket.socket, token: str, price: float | None
 
     with suppress(OSError):
         os.nice(NICENESS)
-        if os.getsid(0) == os.getpid():  # Linux weighs sessions first, where it groups them, and processes within them
-            Path("/proc/self/autogroup").write_text(f"{NICENESS}")
     with closing(StoreReader(store, price)) as reader:
         app = SameOriginOnly(Board(reader, token, price).app(), listener.getsockname()[0])
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
