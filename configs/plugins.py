@@ -189,7 +189,7 @@ def _load_file(file: Path) -> ModuleType:
     spec = _Files.find_spec(name)
     assert spec is not None
     assert spec.loader is not None
-    _add_neighbours(file)
+    _require_own_neighbours(file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -201,14 +201,8 @@ def _load_file(file: Path) -> ModuleType:
     return module
 
 
-def _add_neighbours(file: Path) -> None:
-    """Put the folder of a file at the end of the import path.
-
-    Raises BadPlugin where a module beside the file would be another one under its name.
-    """
-    folder = str(file.parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
+def _require_own_neighbours(file: Path) -> None:
+    """Raise BadPlugin where a module beside a file would be another one under its name."""
     for name in sorted(
         set(re.findall(r"^\s*(?:from|import)\s+(\w+)", file.read_text("utf-8", "replace"), re.MULTILINE))
     ):
@@ -231,19 +225,28 @@ def _name_of(file: Path) -> str:
     return f"{__name__}.{os.fsencode(file).hex()}"
 
 
+_NEIGHBOURS: list[str] = []
+"""Folders of the files that were loaded. They are not on the import path, where a package of such a folder would come
+before a namespace package that is installed, such as `megatron`."""
+
+
 class _Files(MetaPathFinder):
-    """Finds modules whose names come from `_name_of`."""
+    """Finds modules whose names come from `_name_of`, and, after all other finders, modules beside such files."""
 
     @staticmethod
     def find_spec(fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return the spec of a file's module; None for other names. Implements `importlib.abc.MetaPathFinder`."""
+        """Return the spec of a module; None for other names. Implements `importlib.abc.MetaPathFinder`."""
         package, _, name = fullname.rpartition(".")
+        if not package:
+            return PathFinder.find_spec(fullname, _NEIGHBOURS)
         if package != __name__:
             return None
         try:
             file = os.fsdecode(bytes.fromhex(name))
         except ValueError:
             return None
+        if (folder := os.path.dirname(file)) not in _NEIGHBOURS:
+            _NEIGHBOURS.append(folder)
         return importlib.util.spec_from_file_location(fullname, file, loader=_Source(fullname, file))
 
 

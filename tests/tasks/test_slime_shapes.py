@@ -1,5 +1,6 @@
 """Functions and classes of every shape that slime and the guides to it print, in files as people have them."""
 
+import importlib
 import json
 import re
 import sys
@@ -318,3 +319,13 @@ def test_a_neighbour_that_is_another_module_here_is_refused(
         BadPlugin, match=r"mine\.py imports answers_of_policy, which is .* and not the one in its own folder"
     ):
         load_callable(f"{other}/mine.py:grade")
+
+
+def test_a_package_beside_a_file_hides_no_installed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "installed" / "spread_out" / "core").mkdir(parents=True)  # a namespace package, such as megatron
+    (tmp_path / "code" / "spread_out").mkdir(parents=True)
+    (tmp_path / "code" / "spread_out" / "__init__.py").touch()
+    (tmp_path / "code" / "mine.py").write_text("def grade(sample):\n    return 0.0\n")
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    load_callable(f"{tmp_path}/code/mine.py:grade")
+    assert importlib.import_module("spread_out.core")
