@@ -167,7 +167,7 @@ def test_a_run_that_was_started_by_the_form_and_killed_ends_by_retry_with_the_un
         wait_for(lambda: operated.flow_runs("killed")[0]["state_name"] == "Completed")
         operated.ask(f"/deployments/{operated.deployment('train')}/create_flow_run", parameters=undisturbed)
         page.get_by_text("Completed").first.wait_for()
-        page.reload()  # the page asks for no more logs of a run that has ended, and the last ones arrive after its state
+        page.reload()  # the page asks for no more logs once a run has ended, and the last ones come after its state
         page.get_by_role("tab", name="Logs").click()
         page.get_by_text(re.compile(r"Iteration 4: reward 0\.\d+, [\d.]+ tokens a response, ")).wait_for()
         page.get_by_role("tab", name="Artifacts").click()
