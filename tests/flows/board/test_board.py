@@ -251,9 +251,10 @@ def test_a_gate_is_approved_by_a_button(served: Served, browser: "Browser") -> N
 def test_cancel_lets_the_driver_on_this_machine_end(served: Served) -> None:
     store = served.done.store.url
     driver = f"""
-import time
+import signal, time
 from cairn.storage.ledger.leases import Lease, Outcome
 from cairn.storage.opening import open_store
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as a driver does, whatever it inherits
 lease = Lease.acquire(open_store({store!r}), "done")
 print("ready", flush=True)
 try:
