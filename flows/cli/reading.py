@@ -297,7 +297,7 @@ def report(
     target = Path(f"{run}.html") if file is None else file
     if target.is_dir():
         raise BadInput(f"{target} is a folder; name a file, such as {target / f'{run}.html'}")
-    if file is not None and file.name in list_runs(root.store):
+    if str(file) in list_runs(root.store):
         raise BadInput(f"{file} is a run, not a file to write: `cairn compare {run} {file}` shows both")
     if not target.absolute().parent.is_dir():
         raise BadInput(f"there is no folder {target.absolute().parent}")

@@ -68,7 +68,7 @@ class RunFailure(Record):
         """Return (name, command) of each command. `elsewhere`: for a reader who need not be in this process's working
         folder."""
         names = [*("next", "then")[: len(self.next)], *("or", "and then")[: len(self.instead)]]
-        here = f"cd {shlex.quote(os.getcwd())} && " if elsewhere else ""
+        here = f"cd {_quoted(os.getcwd())} && " if elsewhere else ""
         lines = (line if line.startswith("cd ") else here + line for line in (*self.next, *self.instead))
         return list(zip(names, lines, strict=True))
 

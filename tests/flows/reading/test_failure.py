@@ -17,7 +17,7 @@ from cairn.flows.reading.failure import RunFailure, Terminal
 from cairn.flows.reading.views import run_status
 from cairn.flows.text import printable
 from cairn.storage.ledger.commits import Step
-from cairn.storage.ledger.leases import DriverFailure, Holder, Outcome
+from cairn.storage.ledger.leases import VARIABLES, DriverFailure, Holder, Outcome
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
 from cairn.tasks.grading.failures import common_error
@@ -172,13 +172,20 @@ class _Broken(Exception):
     ],
 )
 def test_every_error_ends_in_a_box(
-    error: Exception, code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    error: Exception,
+    code: int,
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     with pytest.raises(typer.Exit) as ended, ending_in_box(Root(str(tmp_path)), "toy", ["cairn", "resume", "toy"]):
         raise error
     box = capsys.readouterr().err.partition("━━ run toy did not start")[2]
     assert (ended.value.exit_code, says in box) == (code, True)
-    assert f"cairn resume toy --store {tmp_path}\n" in box
+    assert f"  cairn resume toy --store {tmp_path}\n" in box
 
 
 @pytest.mark.parametrize("url", ["s3://KEY:hidden@b/x", "s3://b/x?aws_secret_access_key=hidden"])
