@@ -48,19 +48,21 @@ def board(store: Path) -> Iterator[tuple[str, psutil.Process]]:
     store.mkdir(exist_ok=True)
     command = [CAIRN, "board", "--port", "0", "--store", str(store)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        url = line.rpartition(" ")[2].partition("#")[0].rstrip("/")
-        while True:
-            try:
-                httpx.get(f"{url}/favicon.ico")
-                break
-            except httpx.TransportError:
-                if process.poll() is not None:
-                    raise RuntimeError(f"cairn board ended with {process.returncode}") from None
-                time.sleep(0.02)
-        yield url, psutil.Process(process.pid)
-        process.terminate()
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            url = line.rpartition(" ")[2].partition("#")[0].rstrip("/")
+            while True:
+                try:
+                    httpx.get(f"{url}/favicon.ico")
+                    break
+                except httpx.TransportError:
+                    if process.poll() is not None:
+                        raise RuntimeError(f"cairn board ended with {process.returncode}") from None
+                    time.sleep(0.02)
+            yield url, psutil.Process(process.pid)
+        finally:
+            process.terminate()
 
 
 @contextmanager
