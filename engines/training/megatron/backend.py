@@ -43,6 +43,15 @@ def _cpu() -> Backend:
     from cairn.engines.training.megatron import cpu
 
     cpu.install()
+    return without_transformer_engine(torch.device("cpu"), "gloo", use_cpu_initialization=True)
+
+
+def without_transformer_engine(device: torch.device, process_group: str, **overrides: Any) -> Backend:
+    """Return a backend whose layers consist of PyTorch's modules.
+
+    Args:
+        overrides: further fields of TransformerConfig.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 
     from cairn.engines.training.megatron.cpu_modules import CpuSpecProvider, Norm, layer_spec
@@ -55,15 +64,15 @@ def _cpu() -> Backend:
 
     fusions = ("bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion", "apply_rope_fusion")
     return Backend(
-        device=torch.device("cpu"),
-        process_group="gloo",
+        device=device,
+        process_group=process_group,
         layer_spec=spec,
         norm=Norm,
         overrides={
             **dict.fromkeys(fusions, False),
             "gradient_accumulation_fusion": False,
             "persist_layer_norm": False,
-            "use_cpu_initialization": True,
+            **overrides,
         },
     )
 
