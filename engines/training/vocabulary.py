@@ -247,7 +247,7 @@ class _Evaluate(torch.autograd.Function):
         return sums.log_probs, sums.entropies
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(context: Any, of_log_probs: torch.Tensor | None, of_entropies: torch.Tensor | None) -> Any:
         """With p the softmax, g the gradients of the log-probs and h that of the entropy H, the gradient of logit j is
 
