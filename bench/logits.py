@@ -9,7 +9,8 @@ logits. Megatron's ranks share the vocabulary. "PyTorch's own functions" are log
 under autograd, from the same output layer.
 
 Values: log-probs and entropies of normally distributed logits, in the parts of the vocabulary that these ranks have,
-against log_softmax over the whole in float64, and the log-probs also in float32.
+against log_softmax over the whole in float64, and the log-probs also against logit - logsumexp over the whole in
+float32.
 """
 
 import argparse
@@ -177,7 +178,7 @@ def errors(rank: int, ranks: int, vocabulary: int) -> Result:
         found = evaluate(logits[:, part.first : part.first + width], targets, Softmax(1.0, part=part), entropy=True)
         assert found.entropies is not None
         whole = logits[:, :vocabulary].double().log_softmax(-1)
-        single = logits[:, :vocabulary].log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        single = logits[:, :vocabulary].gather(-1, targets[:, None])[:, 0] - logits[:, :vocabulary].logsumexp(-1)
         right = whole.gather(-1, targets[:, None])[:, 0]
         entropies = -(whole.exp() * whole).sum(-1)
         report |= {
