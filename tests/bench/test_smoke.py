@@ -47,6 +47,7 @@ LONG = (
     "sync",
     "sglang",
     "megatron",
+    "logits",
     "durability",
     "cpu",
     "round_trips",

@@ -31,6 +31,7 @@ from transformers import PretrainedConfig
 
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.models.folders import check_model_folder
+from cairn.engines.training.collate import Tokens
 from cairn.engines.training.megatron.backend import Backend
 from cairn.engines.training.megatron.delta_net import delta_net_spec
 from cairn.engines.training.megatron.families import family_of
@@ -133,9 +134,9 @@ class ValueHead(torch.nn.Linear):
         return values, None
 
 
-def read_values(outputs: torch.Tensor, _: object) -> torch.Tensor:
-    """Return [N] values from [N, 1] outputs."""
-    return outputs.squeeze(-1)
+def read_values(outputs: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    """Return [N] values of the tokens, from [T, 1] outputs."""
+    return outputs.squeeze(-1).index_select(0, tokens.positions).float()
 
 
 _GROUP_SIZES = (

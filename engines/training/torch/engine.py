@@ -47,7 +47,7 @@ from cairn.engines.training.top_k import row_shape
 from cairn.engines.training.torch.export import parts_of, save_model_folder, weights_checksum, whole_weights
 from cairn.engines.training.torch.learner import TorchLearner, offload, onload
 from cairn.engines.training.torch.lora import adapters_off, add_adapters, save_adapters
-from cairn.engines.training.torch.passes import Reading, read_log_probs, read_values, score_responses
+from cairn.engines.training.torch.passes import Reading, read_policy, read_values, score_responses
 from cairn.engines.training.value_model import load_value_model
 from cairn.engines.types.types import TrainBatch
 from cairn.storage.store.store import Store, StoredFile
@@ -209,7 +209,7 @@ class TorchEngine(ExactlyOnceEngine):
         replay: RouteReplay | None = None,
         top_k: int = 0,
     ) -> torch.Tensor:
-        reading = partial(read_log_probs, temperature=self._temperature, top_k=top_k)
+        reading = partial(read_policy, temperature=self._temperature, top_k=top_k)
         return self._responses(model, reading, batch, micro_batches, replay, row_shape(top_k))
 
     def _responses(

@@ -1,5 +1,7 @@
 """Plans of layouts that are known to run on GPUs of 80 GB, and of some that are known not to."""
 
+from dataclasses import replace
+
 import pytest
 
 from cairn.flows.plan.planning import plan_of
@@ -30,6 +32,15 @@ def test_the_rollout_engines_have_room_for_samples_of_the_longest_kind(layout: P
 def test_what_is_known_to_need_the_hosts_memory_does_not_fit_whole(script: str) -> None:
     training = planned(next(layout for layout in LAYOUTS if layout.script == script)).memory[0]
     assert not training.fits
+
+
+def test_32768_tokens_fit_beside_30b_on_eight_gpus() -> None:
+    layout = next(layout for layout in LAYOUTS if layout.script == "run-qwen3-30B-A3B")
+    training = planned(replace(layout, max_tokens=32768)).memory[0]
+    assert training.fits
+    rows = {row.what: row.bytes for row in training.rows}
+    own = 32768 * 151936 / 4 * 2  # logits in bfloat16 over four ranks
+    assert rows["logits and the output layer's input"] == pytest.approx(own, rel=0.1)
 
 
 @pytest.mark.parametrize("model", ["Qwen3-32B", "Llama-3.1-70B"])
