@@ -101,6 +101,8 @@ class Hardware(Section):
 
 CPU = "cpu"
 """Name of the entry that is no GPU."""
+USUAL_GPU = "h100"
+"""Name of the GPUs of a recipe that names none."""
 
 
 def gpu_names() -> list[str]:
@@ -117,6 +119,11 @@ def hardware(name: str) -> Hardware:
         meant = f": did you mean {near[0]}?" if near else ""
         raise ConfigError([f"there is no GPU {name!r} among {', '.join(gpu_names())}{meant}"])
     return machine
+
+
+def gpus_of_device(device: str) -> list[Hardware]:
+    """Return the GPUs of a device name, such as A100, which may come in several sizes."""
+    return [hardware(name) for name in gpu_names() if hardware(name).device == device]
 
 
 @cache

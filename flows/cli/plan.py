@@ -25,8 +25,8 @@ def plan(
     recipe: RecipeArgument,
     overrides: SetOption = None,
     gpu: Annotated[
-        str, Option("--gpu", metavar="NAME", help="Type of the GPUs: h100, h200, a100-80gb, b200, …")
-    ] = "h100",
+        str | None, Option("--gpu", metavar="NAME", help="Type of the GPUs: h200, b200, …; by default fleet.gpu.")
+    ] = None,
     gpus_per_node: Annotated[
         int | None,
         Option("--gpus-per-node", metavar="N", min=1, help="GPUs per machine; by default rollout.num_gpus_per_node."),
@@ -60,16 +60,18 @@ def plan(
     """
     import psutil
 
+    from cairn.configs.catalogue import USUAL_GPU
     from cairn.configs.loader import load
     from cairn.flows.plan.planning import plan_recipe
 
     changes = list(overrides or [])
     if gpus_per_node is not None:
         changes.append(f"rollout.num_gpus_per_node={gpus_per_node}")
+    config = load(recipe, changes, print_warning)
     found = plan_recipe(
-        load(recipe, changes, print_warning),
+        config,
         recipe.stem,
-        gpu,
+        gpu or config.fleet.gpu or USUAL_GPU,
         memory_of_this_machine=psutil.virtual_memory().total,
         prompt_tokens=prompt_tokens,
         response_tokens=response_tokens,

@@ -282,7 +282,7 @@ def subject_of(
 
     Raises ConfigError where there is no such GPU, and BadModel as `planned_model`.
     """
-    has_gpus = config.training.num_gpus_per_rank > 0 or config.rollout.num_gpus_per_engine > 0
+    has_gpus = config.uses_gpus
     machine, cpu = (one.model_copy(update=rates or {}) for one in (hardware(gpu), hardware(CPU)))
     model, source = planned_model(config.model.path)
     assumptions: list[str] = []
