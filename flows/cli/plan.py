@@ -78,7 +78,13 @@ def plan(
         rates={name: rate for name, rate in (("mfu", mfu), ("mbu", mbu)) if rate is not None},
     )
     whole = {"seconds": found.run_seconds, "gpu_hours": found.gpu_hours, "price": _money(found.gpu_hours, price)}
-    value = {**found.model_dump(mode="json"), "fits": found.fits, "seconds": found.seconds, "run": whole}
+    value = {
+        **found.model_dump(mode="json"),
+        "fits": found.fits,
+        "seconds": found.seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "run": whole,
+    }
     return Shown(value, _parts(found, price), failed=not found.fits)
 
 
@@ -121,6 +127,8 @@ def _parts(plan: "Plan", price: float | None) -> "Iterator[RenderableType]":
     parts = ", ".join(f"{step.step} {duration(step.seconds)}" for step in plan.steps)
     side = ", rollout in parallel with the other steps" if plan.overlapped else ""
     yield f"an iteration: {duration(plan.seconds)}{side}: {parts}"
+    each = f", {plan.tokens_per_second / plan.gpus:,.0f} for each GPU" if plan.gpus else ""
+    yield f"throughput: {plan.tokens:,.0f} tokens an iteration, {plan.tokens_per_second:,.0f} a second{each}"
     if plan.run_seconds is not None:
         text = f"the run: {plan.iterations:,} iterations, {duration(plan.run_seconds)}"
         if plan.gpus:

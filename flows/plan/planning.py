@@ -12,6 +12,7 @@ from cairn.engines.plan.ranks import adapter_size, is_trained
 from cairn.engines.plan.rates import bubble, model_size
 from cairn.engines.plan.serving import serving_problems
 from cairn.engines.training.needs import has_critic, scores_needed
+from cairn.flows.plan.host import host_rows
 from cairn.flows.plan.memory import (
     EngineMemory,
     RankMemory,
@@ -176,6 +177,7 @@ def plan_of(subject: Subject) -> Plan:
         checkpoint=checkpoint,
         steps=tuple(step_times(subject, cache.at_once if cache else None, sync, checkpoint)),
         iterations=config.rollout.num_rollout or None,
+        tokens=config.samples_per_rollout * subject.lengths.mean,
         overlapped=config.rollout.weights_lag > 0,
         problems=tuple(problems),
         assumptions=subject.assumptions,
@@ -239,10 +241,7 @@ def _memories(subject: Subject, rank: RankMemory, engine: EngineMemory | None) -
         each = max(1.0, 1 / training.num_gpus_per_rank)
         stage = f", pipeline stage {rank.stage}" if training.pipeline_model_parallel_size > 1 else ""
         yield Memory(of=f"a GPU that trains{stage}", rows=scaled(rows, each), capacity=gpu)
-        if config.fleet.offloads_train:
-            ranks = min(training.world_size, config.rollout.num_gpus_per_node)
-            retained = sum(row.bytes for row in rank.state if not row.what.startswith("gradients"))
-            on_host.append(Row(what="training state while others have the GPUs", bytes=ranks * retained))
+        on_host += host_rows(subject, rank)
     else:
         on_host += [Row(what=f"training: {row.what}", bytes=row.bytes * training.world_size) for row in rank.rows]
         on_host.append(Row(what="processes of the ranks", bytes=process.bytes * training.world_size))
