@@ -8,7 +8,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.requirements import placement_problems, weight_problems
 from cairn.engines.models.folders import context_length
 from cairn.engines.plan.activations import bytes_of
-from cairn.engines.plan.ranks import adapter_size, is_trained
+from cairn.engines.plan.ranks import adapter_size, is_trained, optimizer_share_on_host
 from cairn.engines.plan.rates import bubble, model_size
 from cairn.engines.plan.serving import serving_problems
 from cairn.engines.training.needs import has_critic, scores_needed
@@ -23,6 +23,7 @@ from cairn.flows.plan.memory import (
     heaviest_rank,
     micro_batches,
     most_at_once,
+    optimizer_elements,
     samples_of_engine,
     serving_of,
     weight_bytes,
@@ -99,11 +100,21 @@ def _rollout(subject: Subject, at_once: int) -> float:
 
 def _train(subject: Subject) -> float:
     """Return the seconds of all optimizer steps, of the actor and, where there is one, of the critic; recomputation
-    counts as another forward pass."""
+    counts as another forward pass. The arithmetic of an optimizer on the host takes no time."""
     training = subject.config.training
     recomputed = training.gradient_checkpointing or training.megatron.get("recompute_granularity") == "full"
     models = 1 + has_critic(subject.config.algorithm)
-    return models * _pass(subject, 4 / 3 if recomputed else 1.0)
+    return models * (_pass(subject, 4 / 3 if recomputed else 1.0) + _host_optimizer(subject))
+
+
+def _host_optimizer(subject: Subject) -> float:
+    """Return the seconds in which the gradients of all optimizer steps reach an optimizer on the host, and the new
+    weights come back."""
+    training = subject.config.training
+    if not (share := optimizer_share_on_host(training)):
+        return 0.0
+    size = (4 + bytes_of(training.dtype)) * share * optimizer_elements(subject.model, training, 0)
+    return training.num_steps_per_rollout * size / (subject.gpu_hardware.host_gb_s * 1e9)
 
 
 def _score(subject: Subject) -> float:
