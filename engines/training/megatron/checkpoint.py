@@ -50,6 +50,7 @@ from cairn.engines.training.checkpoint import (
 from cairn.engines.training.megatron.gathering import parameter_state
 from cairn.engines.training.megatron.learner import MegatronLearner, Reference
 from cairn.engines.training.megatron.metadata import METADATA, TENSORS, read_metadata, remove_write_ids, write_folder
+from cairn.engines.training.megatron.state import own_loaded_state
 from cairn.engines.training.sharding import raise_together, raising_together
 from cairn.engines.types.errors import EngineError
 from cairn.storage.store.errors import Damaged, named, naming_full
@@ -295,6 +296,7 @@ def load(
         loaded = _tensors_of(store, folder, state.files_of(role), wanted, device)
         fill(learner.chunks, loaded)
         learner.optimizer.load_state_dict(_together(optimizer, loaded.get("tensors", {})))
+        own_loaded_state(learner.optimizer)
     if reference is not None:
         weights = sharded_weights(reference.chunks)
         fill(reference.chunks, _tensors_of(store, folder, state.files_of(REFERENCE), weights, device))
