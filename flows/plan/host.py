@@ -26,11 +26,11 @@ def host_rows(subject: Subject, rank: RankMemory) -> Iterator[Row]:
         if has_critic(config.algorithm):
             critic, _ = planned_model(config.model.critic_path or config.model.path)
             elements += ranks * share * optimizer_elements(critic, training, rank.stage, critic=True)
-        size = bytes_of(training.dtype)
+        wide = bytes_of(training.dtype)
         yield Row(what="optimizer", bytes=12 * elements)
         yield Row(what="gradients for the optimizer", bytes=4 * elements)
-        yield Row(what="copies from which the optimizer started", bytes=size * elements)
-        rounding += (4 + size) * elements * (_rounding_of_tensors(subject.model, training) - 1)
+        yield Row(what="copies from which the optimizer started", bytes=wide * elements)
+        rounding += (4 + wide) * elements * (_rounding_of_tensors(subject.model, training) - 1)
     if config.fleet.offloads_train:
         state = [row for row in rank.state if not row.what.startswith("gradients")]
         yield Row(what="training state while others have the GPUs", bytes=ranks * sum(row.bytes for row in state))

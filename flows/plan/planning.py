@@ -242,7 +242,7 @@ def _memories(subject: Subject, rank: RankMemory, engine: EngineMemory | None) -
     config, training = subject.config, subject.config.training
     gpu = subject.gpu_hardware.memory
     shared = config.fleet.colocate and subject.trains_on_gpu and subject.rolls_out_on_gpu and engine is not None
-    on_host = []
+    on_host: list[Row] = []
     process = Row(what="process of the rank", bytes=subject.hardware_of(subject.trains_on_gpu).reserved_gb * 1e9)
     if subject.trains_on_gpu:
         rows = [*rank.rows, process]
