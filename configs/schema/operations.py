@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from cairn.configs.schema.base import FromStore, Location, OutputFolder, Section, Text, rule
-from cairn.configs.schema.effect import WITH_ENGINES
+from cairn.configs.schema.effect import ON_GPUS, WITH_ENGINES
 
 
 class CheckpointConfig(Section):
@@ -39,8 +39,16 @@ class CheckpointConfig(Section):
             )
 
 
+GpuName = Literal["a100-40gb", "a100-80gb", "b200", "h100", "h20", "h200", "h800", "l40s"]
+"""Names of the GPUs in `configs/hardware.yaml`."""
+
+
 class FleetConfig(Section):
     """Ray cluster and its actors."""
+
+    gpu: Annotated[GpuName | None, ON_GPUS] = None
+    """GPUs for which the recipe is laid out. `cairn plan` plans for them (null: `h100`), and a run does not start on
+    GPUs that are known to have less memory. Their sizes and rates are in `configs/hardware.yaml`."""
 
     ray_address: Annotated[Location, FromStore.CLUSTER] | None = None
     """Ray cluster to join: `auto` for the one on this machine, or `host:port`. Null starts a cluster that ends with the

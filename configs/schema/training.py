@@ -422,6 +422,35 @@ class TrainingConfig(Section):
                 "overlap_p2p_comm is true and batch_p2p_comm is false; leave both out"
             )
 
+    @rule
+    def _host_optimizer_is_right(self) -> None:
+        """Reject options of an optimizer on the host that Megatron ends with an assertion on, or does not read."""
+        options = self.megatron
+        if not options.get("optimizer_cpu_offload"):
+            for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
+                if options.get(name):
+                    raise ValueError(
+                        f"megatron.{name} has an effect only with megatron.optimizer_cpu_offload: true: set that, or "
+                        "leave it out"
+                    )
+            if options.get("use_precision_aware_optimizer"):
+                raise ValueError(
+                    "megatron.use_precision_aware_optimizer is supported only with megatron.optimizer_cpu_offload: "
+                    "true: set that, or leave it out"
+                )
+            return
+        for name in ("use_precision_aware_optimizer", "use_distributed_optimizer"):
+            if not options.get(name):
+                raise ValueError(f"megatron.optimizer_cpu_offload needs megatron.{name}: true")
+        if self.dtype != "bfloat16":
+            raise ValueError(
+                f"megatron.optimizer_cpu_offload needs dtype: bfloat16, but dtype is {self.dtype}: Megatron does not "
+                "load the state of float32 parameters that are updated on the host"
+            )
+        fraction = options.get("optimizer_offload_fraction", 1.0)
+        if type(fraction) not in (int, float) or not 0 < fraction <= 1:
+            raise ValueError(f"megatron.optimizer_offload_fraction is {fraction!r}; it must be above 0 and at most 1")
+
     @property
     def takes_several_steps(self) -> bool:
         """Whether an iteration has more than one optimizer step."""

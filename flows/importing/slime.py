@@ -337,6 +337,10 @@ def _complete(draft: Draft) -> None:
     alone = values.get("training.megatron.tensor_model_parallel_size", 1) == 1
     if alone and values.pop("training.megatron.sequence_parallel", None):
         draft.leave_out("--sequence-parallel", "no effect without tensor parallelism")
+    if not values.get("training.megatron.optimizer_cpu_offload"):
+        for name in ("overlap_cpu_optimizer_d2h_h2d", "optimizer_offload_fraction", "use_precision_aware_optimizer"):
+            if values.pop(f"training.megatron.{name}", None):
+                draft.leave_out(f"--{name.replace('_', '-')}", "no effect without `--optimizer-cpu-offload`")
     if "training.megatron.expert_model_parallel_size" not in values and alone:
         values.pop("training.megatron.expert_tensor_parallel_size", None)
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from pydantic import Field
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -45,8 +47,10 @@ from cairn.engines.training.checkpoint import (
     read_sealed,
     write_sealed,
 )
+from cairn.engines.training.megatron.gathering import parameter_state
 from cairn.engines.training.megatron.learner import MegatronLearner, Reference
 from cairn.engines.training.megatron.metadata import METADATA, TENSORS, read_metadata, remove_write_ids, write_folder
+from cairn.engines.training.megatron.state import own_loaded_state
 from cairn.engines.training.sharding import raise_together, raising_together
 from cairn.engines.types.errors import EngineError
 from cairn.storage.store.errors import Damaged, named, naming_full
@@ -292,6 +296,7 @@ def load(
         loaded = _tensors_of(store, folder, state.files_of(role), wanted, device)
         fill(learner.chunks, loaded)
         learner.optimizer.load_state_dict(_together(optimizer, loaded.get("tensors", {})))
+        own_loaded_state(learner.optimizer)
     if reference is not None:
         weights = sharded_weights(reference.chunks)
         fill(reference.chunks, _tensors_of(store, folder, state.files_of(REFERENCE), weights, device))
@@ -416,6 +421,9 @@ def _sharded_state(learner: MegatronLearner, *, loading: bool) -> dict[str, Any]
     # A checkpoint stores all layers' tensors of a kind as one tensor, which must be complete. With frozen ones it is
     # not.
     of_moments = sharded_weights(learner.chunks, non_homogeneous_layers=True) if learner.state.frozen else state
+    for part in learner.optimizer.chained_optimizers:
+        if isinstance(part, DistributedOptimizer):
+            part.get_parameter_state_dp_zero = partial(parameter_state, part)
     optimizer = learner.optimizer.sharded_state_dict(of_moments, is_loading=loading, metadata=dict(_METADATA))
     return {**state, "optimizer": optimizer}
 

@@ -46,6 +46,7 @@ def install() -> None:
     _patch_router_gemm()
     _patch_token_counts()
     _patch_optimizer_step()
+    _patch_host_optimizer()
     _patch_delta_net()
 
 
@@ -96,6 +97,56 @@ def _patch_optimizer_step() -> None:
         set_states(self, model_param, {**self._get_main_param_and_optimizer_states(model_param), **tensors})
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_with_step
+
+
+def _patch_host_optimizer() -> None:
+    """Let 0.16.1, optimizer.cpu_offloading, treat every parameter as one of a GPU.
+
+    It asks each tensor where it lies, and moves parameters of a GPU alone to the host. Without this, a part of its maps
+    stays empty, and its step fails. Its options compare the version of Transformer Engine, which there is none of.
+    """
+    import megatron.core.optimizer.optimizer_config as optimizer_config
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    optimizer_config.is_te_min_version = lambda *_, **__: False
+
+    share_out = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+
+    def share_out_as_on_gpu(self: Any, offload_fraction: float) -> Any:
+        groups = self.param_groups
+        self.param_groups = [{**group, "params": [_Placed(value) for value in group["params"]]} for group in groups]
+        try:
+            *inner, copies, originals, exact = share_out(self, offload_fraction)
+        finally:
+            self.param_groups = groups
+        for group in (group for part in inner for group in part):
+            group["params"] = [value.tensor for value in group["params"]]
+        maps = [{key.tensor: value.tensor for key, value in each.items()} for each in (copies, originals, exact)]
+        return (*inner, *maps)
+
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = share_out_as_on_gpu
+
+
+class _Placed:
+    """A tensor that says that it lies on a GPU until `cpu` is called."""
+
+    def __init__(self, tensor: torch.Tensor, is_cuda: bool = True) -> None:
+        self.tensor, self.is_cuda, self.dtype, self.numel = tensor, is_cuda, tensor.dtype, tensor.numel
+
+    def detach(self) -> "_Placed":
+        return _Placed(self.tensor.detach(), self.is_cuda)
+
+    def clone(self) -> "_Placed":
+        return _Placed(self.tensor.clone(), self.is_cuda)
+
+    def float(self) -> "_Placed":
+        return _Placed(self.tensor.float(), self.is_cuda)
+
+    def cpu(self) -> "_Placed":
+        return _Placed(self.tensor, is_cuda=False)
+
+    def pin_memory(self) -> "_Placed":
+        return self
 
 
 def _patch_delta_net() -> None:

@@ -270,7 +270,8 @@ def wrap(model: Model, training: TrainingConfig) -> list[Any]:
 def build_optimizer(training: TrainingConfig, model: Model, wrapped: list[Any]) -> Any:
     """Return Megatron's optimizer: AdamW, which decays only matrices.
 
-    With `use_distributed_optimizer` each data-parallel rank holds a part of its state.
+    With `use_distributed_optimizer` each data-parallel rank holds a part of its state. With `optimizer_cpu_offload` it
+    is a HybridDeviceOptimizer, which holds and updates master weights and moments in the host's memory.
     """
     config = model.config
     options = OptimizerConfig(
@@ -285,6 +286,8 @@ def build_optimizer(training: TrainingConfig, model: Model, wrapped: list[Any]) 
             "clip_grad": training.clip_grad,
             "bf16": config.bf16,
             "params_dtype": config.params_dtype,
+            "optimizer_offload_fraction": 1.0,
+            "pin_cpu_grads": model.parameters[0].value.is_cuda,
             **options_of("optimizer", training.megatron),
         }
     )

@@ -62,7 +62,6 @@ SET_HERE = {
     "moe_expert_capacity_factor": "tokens would be dropped silently",
     "moe_z_loss_coeff": "its gradients are divided by a count of tokens, which Cairn's loss has in its weights",
     "mtp_num_layers": "the layers would be trained from scratch, by a loss that takes no part in the objective",
-    "optimizer_cpu_offload": "its optimizer keeps moments where the digest and checkpoints do not look",
     "overlap_param_gather": "weights would still be on their way when an update ends, and are exported and scored then",
     "perform_initialization": "without it Megatron forgets which parameters are cut, and clips by a wrong norm",
     "use_megatron_fsdp": "the distributed optimizer is the sharding that is supported",

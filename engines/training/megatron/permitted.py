@@ -43,6 +43,10 @@ KERNELS = """
     cuda_graph_warmup_steps enable_cuda_graph external_cuda_graph use_te_rng_tracker use_cpu_initialization
 """
 
+HOST_OPTIMIZER = """
+    optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d use_precision_aware_optimizer
+"""
+
 CHECKS = "barrier_with_L1_time check_for_large_grads check_for_nan_in_grad"
 
-PERMITTED = frozenset(" ".join((LAYOUT, MEMORY, COMMUNICATION, KERNELS, CHECKS)).split())
+PERMITTED = frozenset(" ".join((LAYOUT, MEMORY, COMMUNICATION, KERNELS, HOST_OPTIMIZER, CHECKS)).split())

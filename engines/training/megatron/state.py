@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.nn import functional
 
@@ -60,7 +61,7 @@ def sharded_fingerprints(
     sums = torch.zeros(len(entries), 2, dtype=torch.int64, device=device)
     for piece in pieces:
         for name, values, offset in _runs(piece):
-            sums[index[piece.kind + name]] += fingerprint(values, offset)
+            sums[index[piece.kind + name]] += fingerprint(values, offset).to(device)
     dist.all_reduce(sums)
     return entries, sums
 
@@ -188,6 +189,35 @@ class Memory:
         storage.resize_(0)
 
 
+def _inner(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """Return the optimizers that hold moments: those on the host and on the GPU, where Megatron has both."""
+    return optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
+
+
+def _set_to_zero(optimizer: torch.optim.Optimizer) -> None:
+    """Create an optimizer's moments."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
+            # torch's Adam counts steps for each parameter, the fused ones for a group.
+            counts = {"step": torch.tensor(0.0)} if isinstance(optimizer, torch.optim.Adam) else {}
+            optimizer.state[parameter] = {**counts, **state}
+
+
+def own_loaded_state(optimizer: Any) -> None:
+    """Copy a loaded state into memory of its own, where Megatron updates it on the host.
+
+    0.16.1 sets it to views of tensors that hold the state of all data-parallel ranks, which would stay as long. It also
+    leaves a second copy of the master weights.
+    """
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            for inner in part.optimizer.sub_optimizers:
+                for state in inner.state.values():
+                    state.update({name: state[name].clone() for name in MOMENTS})
+            part.optimizer._sync_sub_optimizers_state_to_hdo()
+
+
 class State:
     """Master weights and moments, float32, of this rank's parameters; frozen parameters have neither."""
 
@@ -278,12 +308,16 @@ class State:
     def set_steps(self, steps: int) -> None:
         """Set the optimizer's step count, which determines the bias correction of its moments."""
         for part in self._optimizer.chained_optimizers:
-            if isinstance(part.optimizer, torch.optim.Adam):  # counts for each parameter, the fused ones for a group
-                for state in part.optimizer.state.values():
-                    state["step"] = torch.tensor(float(steps))
-            else:
+            for optimizer in _inner(part.optimizer):
+                if isinstance(optimizer, torch.optim.Adam):  # counts for each parameter, the fused ones for a group
+                    for state in optimizer.state.values():
+                        state["step"] = torch.tensor(float(steps))
+                else:
+                    for group in optimizer.param_groups:
+                        group["step"] = steps
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
                 for group in part.optimizer.param_groups:
-                    group["step"] = steps
+                    group.pop("step", None)  # a loaded count would replace the inner optimizers' own before every step
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors that persist from one update to the next; several may share memory."""
@@ -298,13 +332,14 @@ class State:
     def _create_moments(self) -> None:
         """Create the moments before the first step, so that the first state has a digest too."""
         for part in self._optimizer.chained_optimizers:
-            if not isinstance(part.optimizer, torch.optim.Adam):
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                for optimizer in part.optimizer.sub_optimizers:
+                    _set_to_zero(optimizer)
+                part.optimizer._sync_sub_optimizers_state_to_hdo()
+            elif isinstance(part.optimizer, torch.optim.Adam):
+                _set_to_zero(part.optimizer)
+            else:
                 part.init_state_fn(part.optimizer, part.config)
-                continue
-            for group in part.optimizer.param_groups:
-                for parameter in group["params"]:
-                    moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
-                    part.optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
     def _pieces(self) -> Iterator[Piece]:
         """Yield the pieces that this rank contributes to fingerprints.

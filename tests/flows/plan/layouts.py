@@ -6,6 +6,9 @@ from typing import Any
 from cairn.configs.loader import parse
 from cairn.configs.schema.run import RunConfig
 
+OFFLOADING = {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}
+"""Options that have the optimizer in the host's memory."""
+
 
 @dataclass(frozen=True)
 class Published:
@@ -54,7 +57,12 @@ class Published:
                     "dtype": "bfloat16",
                     "gradient_checkpointing": True,
                     "max_tokens_per_gpu": self.max_tokens,
-                    "megatron": {"sequence_parallel": True, "use_distributed_optimizer": True, **self.megatron},
+                    "megatron": {
+                        "sequence_parallel": True,
+                        "use_distributed_optimizer": True,
+                        **(OFFLOADING if self.offloaded else {}),
+                        **self.megatron,
+                    },
                 },
                 "fleet": {
                     "colocate": not self.apart,

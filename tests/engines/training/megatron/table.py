@@ -10,7 +10,7 @@ UNTRIED = {
     "EP, allgather dispatcher": "refused, for it needs as many tokens on every rank, which packed batches do not have",
     "overlap_param_gather": "refused, for weights must be whole when an update ends",
     "CUDA graphs, FP8, fused kernels, TEGroupedMLP, communication overlap of TP": "needs CUDA and Transformer Engine",
-    "optimizer_cpu_offload": "refused, for its moments lie where digest and checkpoints do not look",
+    "optimizer_cpu_offload": "its state, in test_host_optimizer.py; copies beside work need a GPU",
 }
 """Modes without a row of figures, and why."""
 
