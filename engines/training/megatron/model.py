@@ -164,7 +164,11 @@ def join_groups(training: TrainingConfig) -> None:
     leave_groups()
     sizes = {name: training.megatron[name] for name in _GROUP_SIZES if training.megatron.get(name) is not None}
     # Copies of the groups over gloo would serve only Megatron's own checkpoints.
-    parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        **sizes,
+        distributed_timeout_minutes=training.distributed_timeout_minutes,
+        create_gloo_process_groups=False,
+    )
     # Only dropout and initialisation use the seed. Neither happens, but Megatron requires a seed.
     tensor_parallel.model_parallel_cuda_manual_seed(0, force_reset_rng=True)
 
@@ -188,7 +192,7 @@ def transformer_config(
     options = options_of("transformer", training.megatron)
     fields: dict[str, Any] = {
         **family.transformer(hf),
-        **backend.overrides,
+        **backend.overrides(family.transformer(hf), family.model(hf), training.megatron),
         "bf16": dtype is torch.bfloat16,
         "deterministic_mode": training.deterministic_mode and backend.device.type != "cpu",
         "params_dtype": dtype,
