@@ -10,6 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 DEVICES = Path("/sys/bus/pci/devices")
+"""Folder in which Linux describes PCI devices."""
+
+GPUS = Path("/proc/driver/nvidia/gpus")
+"""Folder in which NVIDIA's driver describes GPUs, by PCI address."""
 
 
 def bind_beside_gpu() -> None:
@@ -17,9 +21,21 @@ def bind_beside_gpu() -> None:
     CPUs."""
     import torch
 
-    if torch.cuda.is_available():
-        gpu = torch.cuda.get_device_properties(0)
-        bind(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+    if torch.cuda.is_available() and (address := address_of(str(torch.cuda.get_device_properties(0).uuid))):
+        bind(address)
+
+
+def address_of(uuid: str, gpus: Path = GPUS) -> str | None:
+    """Return the PCI address of a GPU, such as 0000:3b:00.0; None where the driver does not tell.
+
+    Args:
+        uuid: id of the GPU, without "GPU-".
+    """
+    for information in gpus.glob("*/information"):
+        with suppress(OSError):
+            if f"GPU-{uuid}" in information.read_text():
+                return information.parent.name
+    return None
 
 
 def bind(address: str, devices: Path = DEVICES) -> frozenset[int]:
@@ -27,8 +43,7 @@ def bind(address: str, devices: Path = DEVICES) -> frozenset[int]:
     where there are none, and then nothing is bound.
 
     Args:
-        address: PCI address, such as 0000:3b:00.0.
-        devices: folder in which Linux describes PCI devices.
+        address: PCI address.
     """
     try:
         beside = cpus_of((devices / address / "local_cpulist").read_text())

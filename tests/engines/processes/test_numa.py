@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cairn.engines.processes.numa import bind, cpus_of
+from cairn.engines.processes.numa import address_of, bind, cpus_of
 
 BOUND = """
 import os, sys, threading
@@ -45,6 +45,14 @@ def test_nothing_is_bound_where_no_cpu_of_the_process_is_beside_it(tmp_path: Pat
         (tmp_path / "gpu" / "local_cpulist").write_text(cpus)
     assert not bind("gpu", tmp_path)
     assert os.sched_getaffinity(0) == before
+
+
+def test_a_gpu_is_found_by_its_id(tmp_path: Path) -> None:
+    for address, uuid in (("0000:3b:00.0", "aaaa-1"), ("0000:5e:00.0", "bbbb-2")):
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "information").write_text(f"Model: \t NVIDIA H100\nGPU UUID: \t GPU-{uuid}\n")
+    assert address_of("bbbb-2", tmp_path) == "0000:5e:00.0"
+    assert address_of("cccc-3", tmp_path) is None
 
 
 def test_lists_of_cpus_are_read_as_linux_writes_them() -> None:

@@ -45,8 +45,11 @@ def test_a_model_is_trained_with_the_fusions_that_compute_the_same(name: str) ->
     assert {option for option, on in fused.items() if on} - {"gradient_accumulation_fusion"} == CASES[name]
 
 
-def test_transformer_engines_activation_replaces_the_fused_one() -> None:
+def test_activations_that_would_be_computed_twice_or_clamped_too_early_are_not_fused() -> None:
     assert not fusions_on_gpu({}, {}, {"use_te_activation_func": True})["bias_activation_fusion"]
+    hf = model("gpt-oss-20b-bf16")
+    of_model = family_of(hf).transformer(hf), family_of(hf).model(hf)
+    assert not fusions_on_gpu(*of_model, {"moe_grouped_gemm": False})["bias_activation_fusion"]
 
 
 @pytest.mark.parametrize("name", CASES)
