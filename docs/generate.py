@@ -15,6 +15,8 @@ from cairn.configs.loader import LIST_ITEM, Option, load, options
 from cairn.configs.schema.evaluation import Benchmark
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.yaml_file import parse_yaml
+from cairn.engines.processes.libraries import Variable
+from cairn.engines.processes.libraries import table as library_variables
 from cairn.flows.plan.planning import plan_recipe
 from cairn.flows.reading.metrics import METRICS
 from cairn.storage.query.views import VIEWS
@@ -259,6 +261,29 @@ def _recipe(file: Path) -> list[str]:
     ]
 
 
+def libraries() -> str:
+    """Every environment variable that libraries need; the rest is written by hand."""
+    page = (DOCS / "libraries.md").read_text(encoding="utf-8")
+    begin = "<!-- Variables: written by docs/generate.py from configs/gpus.yaml; change that, not these lines. -->\n"
+    end = "<!-- End of the variables. -->\n"
+    before, rest = page.split(begin)
+    tables = []
+    for kind, title in (("trainer", "Training ranks"), ("sglang", "Servers of SGLang")):
+        rows = [
+            [f"`{row.variable}`", _set_to(row), row.why, row.source]
+            for row in library_variables()
+            if kind in row.processes
+        ]
+        tables.append(f"## {title}\n\n{_table(['variable', 'value', 'why', 'source'], rows)}")
+    return before + begin + "\n" + "\n".join(tables) + "\n" + end + rest.split(end)[1]
+
+
+def _set_to(row: Variable) -> str:
+    value = "removed" if row.value is None else f"`{row.value}`"
+    needed = [f"`training.{option}: {str(wanted).lower()}`" for option, wanted in row.when.items()]
+    return ", ".join([value, *(["fixed"] if row.fixed else []), *(f"with {one}" for one in needed)])
+
+
 def _here(flag: Counterpart) -> str:
     options = " and ".join(f"`{name.replace(f'.{LIST_ITEM}', '[]')}`" for name in flag.options)
     return f"– {flag.why}" if flag.why else "; ".join(filter(None, [options, flag.how]))
@@ -269,6 +294,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "coming-from-slime.md": coming_from_slime,
     "configuration.md": configuration,
     "importing.md": importing,
+    "libraries.md": libraries,
     "metrics.md": metrics,
     "recipes.md": recipes,
     "views.md": views,

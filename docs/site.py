@@ -37,6 +37,7 @@ ORDER = {
     "Engines": [
         "models.md",
         "weights.md",
+        "libraries.md",
         "engines/transformers.md",
         "engines/sglang.md",
         "engines/torch.md",

@@ -139,9 +139,8 @@ class RecoveryConfig(Section):
     reason."""
 
     self_test: bool | None = None
-    """Once on each kind of machine, after an iteration, compute one update twice from the same state, with a restart of
-    the training engine between, and record in the store whether the bits agree. By default on where training has
-    GPUs."""
+    """Once on each kind of machine, after an iteration, compute the gradients of its batch twice, and record in the
+    store whether the bits agree. By default on where training has GPUs."""
 
 
 StepName = Literal["rollout", "reward", "filter", "score", "advantage", "train", "checkpoint", "sync", "eval"]

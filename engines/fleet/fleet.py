@@ -396,11 +396,21 @@ def _object_store_memory(config: RunConfig) -> int:
     folder's."""
     transport = config.fleet.update_weight_transport
     lag = min(config.rollout.weights_lag, config.rollout.num_rollout)  # more is never published
-    if transport == "disk" or (transport == "distributed" and not lag):
+    if (
+        transport == "disk"
+        or (transport == "distributed" and not lag)
+        or (transport == "tensor" and _shares_gpus(config))
+    ):
         return LEAST_OBJECT_STORE
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     retained = lag + 2
     return LEAST_OBJECT_STORE + (retained + 1) * 2 * weights
+
+
+def _shares_gpus(config: RunConfig) -> bool:
+    """Return whether every rollout engine maps weights from the memory of GPUs that it shares with training."""
+    shared = config.fleet.colocate and config.rollout.num_gpus_per_engine > 0
+    return shared and kind_of(config.rollout.engine).maps_gpu_memory
 
 
 def _on_the_cluster_of_this_machine(config: RunConfig) -> RunConfig:

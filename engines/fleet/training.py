@@ -60,6 +60,7 @@ class TrainingHandle(ModelHandle):
     """Waits for an update that is under way, such as one that a dead driver began. Raises EngineError where ranks
     differ, or a state is neither the old nor the new one: restart the engine then."""
     train = _on_ranks(TrainingEngine.train, lambda result: (result.weight_version, result.state_digest))
+    gradient_digests = _on_ranks(TrainingEngine.gradient_digests, lambda digests: digests)
     score = _on_ranks(TrainingEngine.score)
     weights_checksum = _on_ranks(TrainingEngine.weights_checksum)
     checksum_at = _on_ranks(TrainingRank.checksum_at)
@@ -171,11 +172,13 @@ class TrainingHandle(ModelHandle):
         config = self._config
         hosts = self._gather(self.call_all(None, EngineActor.host), deadline)
         pairs = zip(self._actors, hosts, strict=True)
-        self._gather([self.call_one(actor, EngineActor.make, RANK, host) for actor, host in pairs], deadline)
+        self._gather(
+            [self.call_one(actor, EngineActor.make, RANK, host, config.training) for actor, host in pairs], deadline
+        )
         store_address = None
         if len(self._actors) > 1:
             store_address = self.call(None, TrainingRank.listen).result(deadline)
-        arguments = (config.model, config.training, config.algorithm, config.rollout.rollout_temperature)
+        arguments = (config.model, config.algorithm, config.rollout.rollout_temperature)
         as_stored = kind_of(config.rollout.engine).holds_as_stored
         calls = [
             self.call_one(actor, TrainingRank.start, *arguments, self._total_steps, rank, store_address, as_stored)

@@ -50,7 +50,7 @@ MEGATRON_CPU = Kernels(norm_float32=2, norm=0, gate=4, weighted=1, rotary=4, out
 MEGATRON = Kernels(norm_float32=0, norm=1, gate=4, weighted=1, rotary=0, outputs=1, mixed=True)
 """Transformer Engine's norms and attention, and Megatron's own gate."""
 MEGATRON_FUSED = Kernels(norm_float32=0, norm=1, gate=2, weighted=0, rotary=0, outputs=1, mixed=True)
-"""`MEGATRON` with `bias_activation_fusion`."""
+"""`MEGATRON` with `bias_activation_fusion`, the default on GPUs."""
 
 
 def kernels_of(training: TrainingConfig) -> Kernels:
@@ -60,7 +60,8 @@ def kernels_of(training: TrainingConfig) -> Kernels:
         return TORCH if on_gpu else TORCH_CPU
     if not on_gpu:
         return MEGATRON_CPU
-    return MEGATRON_FUSED if training.megatron.get("bias_activation_fusion") else MEGATRON
+    fused = training.megatron.get("bias_activation_fusion", not training.megatron.get("use_te_activation_func"))
+    return MEGATRON_FUSED if fused else MEGATRON
 
 
 def bytes_of(dtype: str) -> int:

@@ -61,6 +61,12 @@ class TrainingEngine(Protocol):
                 not the first, a checkpoint must be loaded.
         """
 
+    def gradient_digests(self, batch: TrainBatch, *, num_steps: int) -> tuple[str, str]:
+        """Compute the gradients of the batch's first optimizer step twice, for actor and critic. Return both digests.
+
+        Nothing of the state changes. The arguments, and ValueError, are those of `train`.
+        """
+
     def score(self, batch: TrainBatch, role: ModelRole) -> list[np.ndarray]:
         """Return [R_i] float32 for each sample: one score per response token.
 

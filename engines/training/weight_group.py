@@ -1,7 +1,10 @@
 """The sender's side of a process group with the servers that receive its weights. The sender has rank 0."""
 
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -46,6 +49,8 @@ class SendingGroup:
         )
         self.port: int = self._meeting.port
         self._group: Any = None
+        self._blocked = False
+        """Whether a thread still waits for members that did not come to the first broadcast."""
 
     def join(self, size: int, backend: str) -> None:
         """Wait for all members. Raises EngineError where a member does not join or the group is released."""
@@ -77,7 +82,7 @@ class SendingGroup:
         """
         deadline = time.monotonic() + self._timeout
         try:
-            work = self._group.broadcast([tensor], distributed.BroadcastOptions())
+            work = self._within_timeout(lambda: self._group.broadcast([tensor], distributed.BroadcastOptions()))
             while not work.is_completed():
                 if time.monotonic() > deadline:
                     raise EngineTimeout(f"a receiver did not take its weights within {self._timeout:g} s")
@@ -93,10 +98,33 @@ class SendingGroup:
     def leave(self) -> None:
         """Close the connections. This also releases receivers that wait for a broadcast."""
         self.release()
+        if self._blocked:  # an abort could wait for the same members
+            Thread(target=self._group.abort, daemon=True).start()
+            self._group, self.size = None, 0
         if self._group is not None:
             self._group.abort()
             distributed.destroy_process_group(self._group)
             self._group, self.size = None, 0
+
+    def _within_timeout(self, start: Callable[[], Any]) -> Any:
+        """Return what starts a broadcast. Over NCCL the first one connects all members, and waits for them without a
+        deadline of its own, so a thread does it. Raises EngineTimeout."""
+        started: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                started.set_result(start())
+            except BaseException as error:
+                started.set_exception(error)
+
+        Thread(target=run, name="broadcast", daemon=True).start()
+        try:
+            return started.result(self._timeout)
+        except TimeoutError:
+            self._blocked = True
+            raise EngineTimeout(
+                f"the receivers of the weights did not connect to the trainer within {self._timeout:g} s"
+            ) from None
 
 
 def flatten(named_tensors: dict[str, torch.Tensor]) -> tuple[Layout, torch.Tensor]:

@@ -75,6 +75,8 @@ class WeightSource:
         for _ in self._export:
             pass
         self._export = iter(())
+        if torch.cuda.is_initialized():
+            torch.cuda.ipc_collect()  # else memory that a server has mapped stays reserved
         torch.cuda.empty_cache()  # no effect if CUDA was never used
 
     def open_group(self, target: str, name: str, timeout: float) -> tuple[str, int]:
@@ -160,9 +162,13 @@ class WeightSource:
 
         The copy lives until the next call. Returns None if there is no bucket.
         """
+        import torch
+
         from cairn.engines.weights.buckets import in_one_storage, share
 
         self._shared = None
+        if torch.cuda.is_initialized():
+            torch.cuda.ipc_collect()  # the servers have unmapped the last bucket
         named_tensors = next(self._export, None)
         if named_tensors is None:
             return None

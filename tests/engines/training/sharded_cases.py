@@ -83,6 +83,7 @@ def run_cases(folder: Path, work: Path, rank: int, world_size: int) -> dict[str,
     report["single sample"] = engine.train(single, num_steps=1, expected_version=5, input_digest="d").metrics
 
     critic = make_engine(folder, algorithm=PPO, max_tokens_per_gpu=120, adam_eps=EPS, clip_grad=CLIP, **ranks)
+    report["gradient digests"] = [critic.gradient_digests(part, num_steps=1) for part in (BATCH, single)]
     report["critic's initial digest"] = critic.state_digest()
     report["critic's metrics"] = critic.train(BATCH, num_steps=2, expected_version=0, input_digest="d").metrics
     report["values"] = [values.tolist() for values in critic.score(BATCH, "critic")]

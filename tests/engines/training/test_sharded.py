@@ -128,6 +128,12 @@ def test_the_model_folder_written_by_two_ranks_loads(two: Report, folder: Path, 
     assert weights_checksum(model.named_parameters()) == weights_checksum(weights.items())
 
 
+def test_all_ranks_compute_the_gradients_of_a_batch_twice_and_get_the_same_bits(both: list[Report]) -> None:
+    for report in both:
+        (first, second), (of_another, _) = report["gradient digests"]
+        assert first == second != of_another
+
+
 def test_a_critic_over_two_ranks_is_that_of_one(one: Report, two: Report, folder: Path, work: Path) -> None:
     assert two["critic's initial digest"] == one["critic's initial digest"]
     assert two["critic's metrics"] == pytest.approx(one["critic's metrics"], rel=1e-4, abs=1e-6)
