@@ -9,12 +9,13 @@
 #
 #   PYTHON   its interpreter (python3)
 #   OUT      the folder for log and findings.jsonl (build/gpu); both grow while the script runs
+#   WHEELS   the folder of the wheels (build/wheels)
 #   LIMIT    seconds that everything may take (470)
 #   DEVICE   cuda, or cpu with tiny models, to try the script itself
 set -u
 CARRIED="pydantic pydantic_core annotated-types typing-inspection tenacity megatron-core transformers tokenizers"
 ROOT=$(cd "$(dirname "$0")/../.." && pwd)
-WHEELS=$ROOT/build/wheels
+WHEELS=${WHEELS:-$ROOT/build/wheels}
 PYTHON=${PYTHON:-python3}
 
 if [ "${1:-}" = wheels ]; then

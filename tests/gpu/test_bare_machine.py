@@ -66,7 +66,14 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_script_runs_where_neither_ray_nor_prefect_is_installed(python: Path, tmp_path: Path) -> None:
     assert subprocess.run([python, "-c", "import ray"], capture_output=True).returncode != 0
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PYTHON"))}
-    settings = {"PYTHON": str(python), "OUT": str(tmp_path), "DEVICE": "cpu", "LIMIT": "1700", "OMP_NUM_THREADS": "1"}
+    settings = {
+        "PYTHON": str(python),
+        "OUT": str(tmp_path),
+        "WHEELS": str(tmp_path / "none"),
+        "DEVICE": "cpu",
+        "LIMIT": "1700",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run([SCRIPT], env=environment | settings, capture_output=True, text=True, timeout=1750)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     findings = [json.loads(line) for line in (tmp_path / "findings.jsonl").read_text().splitlines()]
