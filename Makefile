@@ -148,7 +148,8 @@ chaos: sglang-env setup ## Kill everything at every step, then KILLS=100 times a
 bench: setup ## Run the benchmarks of bench/README.md
 	$(BIN)/python -m bench
 
-gpu: # Not after `setup`: a machine with one GPU may have a Python with PyTorch and nothing else of Cairn's
+# Not after `setup`: a machine with one GPU may have a Python with PyTorch and nothing else of Cairn's.
+gpu: ## Test and measure the engines on one GPU: 8 minutes (docs/gpus.md)
 	PYTHON=$(PYTHON) tests/gpu/one_gpu.sh
 
 gpu-wheels: ## Load what a bare machine with PyTorch and one GPU lacks: build/wheels

@@ -9,12 +9,13 @@
 #
 #   PYTHON   its interpreter (python3)
 #   OUT      the folder for log and findings.jsonl (build/gpu); both grow while the script runs
+#   WHEELS   the folder of the wheels (build/wheels)
 #   LIMIT    seconds that everything may take (470)
 #   DEVICE   cuda, or cpu with tiny models, to try the script itself
 set -u
 CARRIED="pydantic pydantic_core annotated-types typing-inspection tenacity megatron-core transformers tokenizers"
 ROOT=$(cd "$(dirname "$0")/../.." && pwd)
-WHEELS=$ROOT/build/wheels
+WHEELS=${WHEELS:-$ROOT/build/wheels}
 PYTHON=${PYTHON:-python3}
 
 if [ "${1:-}" = wheels ]; then
@@ -52,7 +53,7 @@ section() {
     FAILED="$FAILED $name"
     return
   fi
-  [ "$limit" -gt $left ] && limit=$left
+  [ "$limit" -gt $left ] || [ "$DEVICE" = cpu ] && limit=$left
   say "$name: at most $limit s"
   timeout --kill-after=5 "$limit" "$@" 2>&1 | tee -a "$OUT/log"
   status=${PIPESTATUS[0]}
@@ -72,12 +73,12 @@ if compgen -G "$WHEELS/*.whl" > /dev/null; then
   "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$WORK/site" "$WHEELS"/*.whl || exit 1
 fi
 export PYTHONPATH="$WORK/site:$WORK/tree" PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-SMALL=""
-[ "$DEVICE" = cpu ] && SMALL=--smoke
+SMALL="" WORKERS=6
+[ "$DEVICE" = cpu ] && SMALL=--smoke WORKERS=0
 
 section machine 60 "$PYTHON" -m tests.gpu.machine --json "$OUT/findings.jsonl"
-# Six processes share the GPU, so nothing here is timed. Without a compiler's minutes: the models are tiny.
-TORCHDYNAMO_DISABLE=1 section tests 140 "$PYTHON" -m pytest --noconftest -c pyproject.toml --rootdir . -p no:cacheprovider -n 6 --dist load \
+# Several processes share the GPU, so nothing here is timed. Without a compiler's minutes: the models are tiny.
+TORCHDYNAMO_DISABLE=1 section tests 140 "$PYTHON" -m pytest --noconftest -c pyproject.toml --rootdir . -p no:cacheprovider -n $WORKERS --dist load \
   --timeout 100 -v tests/gpu/test_torch_engine.py tests/gpu/test_transformers_engine.py tests/gpu/test_megatron_engine.py tests/gpu/test_memory.py
 # From here on each section is alone on the GPU; those that the most depends on come first.
 TORCHDYNAMO_DISABLE=1 measure logprobs 50
