@@ -70,7 +70,7 @@ def measure(config: RunConfig, fleet: Fleet, disk: Path, rounds: int) -> dict[st
             began = time.perf_counter()
             publication = transports[name].store(0)
             engine.call(UPDATING, RolloutEngine.begin_weight_update, 0).result()
-            transports[name].send(0, publication, engine)
+            transports[name].send(0, publication, [engine])
             engine.call(UPDATING, RolloutEngine.end_weight_update).result()
             if turn:
                 seconds[name].append(time.perf_counter() - began)

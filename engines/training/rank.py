@@ -28,6 +28,7 @@ class TrainingRank(WeightSource):
     """A training rank at an address of its machine, without an engine until `start`."""
 
     def __init__(self, address: str) -> None:
+        super().__init__()
         self._address = address
         self._engine: TrainingEngine | None = None
         self._rank = 0

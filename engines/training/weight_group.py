@@ -1,6 +1,9 @@
 """The sender's side of a process group with the servers that receive its weights. The sender has rank 0."""
 
+import queue
+import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -76,13 +79,20 @@ class SendingGroup:
         Raises EngineError where a receiver is gone, and EngineTimeout where one does not receive it in time.
         """
         deadline = time.monotonic() + self._timeout
+        launched: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # NCCL connects the members within the first broadcast, and waits for ever for one that died after the meeting.
+        threading.Thread(target=_launch, args=(self._group, tensor, launched), daemon=True).start()
         try:
-            work = self._group.broadcast([tensor], distributed.BroadcastOptions())
+            work = launched.get(timeout=self._timeout)
+            if isinstance(work, Exception):
+                raise work
             while not work.is_completed():
                 if time.monotonic() > deadline:
                     raise EngineTimeout(f"a receiver did not take its weights within {self._timeout:g} s")
                 time.sleep(LOOK_INTERVAL)
             work.wait()
+        except queue.Empty:
+            raise EngineTimeout(f"a receiver did not connect within {self._timeout:g} s") from None
         except RuntimeError as error:
             raise EngineError(f"a receiver of the weights is gone: {error}") from error
 
@@ -93,10 +103,24 @@ class SendingGroup:
     def leave(self) -> None:
         """Close the connections. This also releases receivers that wait for a broadcast."""
         self.release()
-        if self._group is not None:
-            self._group.abort()
-            distributed.destroy_process_group(self._group)
-            self._group, self.size = None, 0
+        group, self._group, self.size = self._group, None, 0
+        if group is not None:  # in a thread, because closing waits for a broadcast that still connects
+            closing = threading.Thread(target=_close, args=(group,), daemon=True)
+            closing.start()
+            closing.join(self._timeout)
+
+
+def _launch(group: Any, tensor: torch.Tensor, launched: "queue.SimpleQueue[Any]") -> None:
+    try:
+        with torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
+            launched.put(group.broadcast([tensor], distributed.BroadcastOptions()))
+    except Exception as error:
+        launched.put(error)
+
+
+def _close(group: Any) -> None:
+    group.abort()
+    distributed.destroy_process_group(group)
 
 
 def flatten(named_tensors: dict[str, torch.Tensor]) -> tuple[Layout, torch.Tensor]:
