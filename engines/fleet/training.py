@@ -133,7 +133,7 @@ class TrainingHandle(ModelHandle):
 
         Raises WrongVersion if the engine is not at `version`.
         """
-        with self._exporting(version, bucket_bytes):
+        with self._exporting(version, bucket_bytes, on_device=backend == "nccl"):
             staging = self.call(None, WeightSource.stage_bucket, backend)
             while layout := staging.result():
                 sending = self.call(SENDING, WeightSource.broadcast_bucket)
@@ -171,9 +171,9 @@ class TrainingHandle(ModelHandle):
         return self._config.training.num_gpus_per_rank > 0
 
     @contextmanager
-    def _exporting(self, version: int, bucket_bytes: int) -> Iterator[None]:
+    def _exporting(self, version: int, bucket_bytes: int, *, on_device: bool = False) -> Iterator[None]:
         """Have rank 0 hand out the buckets meanwhile, and the other ranks take part in gathering them."""
-        self.on_all(WeightSource.begin_export, version, bucket_bytes)
+        self.on_all(WeightSource.begin_export, version, bucket_bytes, on_device=on_device)
         gathering = [self.call_one(actor, WeightSource.end_export) for actor in self._actors[1:]]
         try:
             yield

@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from cairn.engines.types.errors import EngineError, EngineTimeout
+from cairn.engines.weights.buckets import in_one_storage
 from cairn.engines.weights.layout import Layout
 
 LOOK_INTERVAL = 0.0005
@@ -123,11 +125,10 @@ def _close(group: Any) -> None:
     distributed.destroy_process_group(group)
 
 
-def flatten(named_tensors: dict[str, torch.Tensor]) -> tuple[Layout, torch.Tensor]:
-    """Return the layout and one tensor of bytes, without gaps, in the form of a bucket for SGLang's servers.
-
-    Wider number formats come first, so that every tensor begins at a multiple of its element size.
-    """
-    ordered = sorted(named_tensors.items(), key=lambda item: -item[1].element_size())
-    layout = [(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in ordered]
-    return layout, torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in ordered])
+def flatten(named_tensors: Mapping[str, torch.Tensor], device: torch.device) -> tuple[Layout, torch.Tensor]:
+    """Return the layout and one tensor of bytes on a device, without gaps, in the form of a bucket for SGLang's
+    servers."""
+    bucket = in_one_storage(named_tensors, device)
+    assert bucket.storage is not None
+    ordered = sorted(bucket.entries, key=lambda entry: -entry[1].itemsize)
+    return [(name, str(dtype).removeprefix("torch."), shape) for name, dtype, shape in ordered], bucket.storage

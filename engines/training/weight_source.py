@@ -53,14 +53,14 @@ class WeightSource:
         self._shared = []
         self._staged = SimpleQueue()
 
-    def begin_export(self, version: int, bucket_bytes: int) -> None:
-        """Begin to export the weights of `version`; an unfinished export is dropped.
+    def begin_export(self, version: int, bucket_bytes: int, *, on_device: bool = False) -> None:
+        """Begin to export the weights of `version`, on the CPU or on the device; an unfinished export is dropped.
 
         Raises:
             WrongVersion: the engine is at another version.
         """
         self._require_version(version)
-        self._export = self._packed(self._started.export_weights(bucket_bytes))
+        self._export = self._packed(self._started.export_weights(bucket_bytes, on_device=on_device))
 
     def next_bucket(self) -> "tuple[Bucket | None, bool]":
         """On rank 0: return the next bucket of weights, and whether there was one."""
@@ -110,8 +110,8 @@ class WeightSource:
         named_tensors = next(self._export, None)
         if named_tensors is None:
             return None
-        layout, flat = flatten(named_tensors)
-        self._staged.put(flat.cuda() if backend == "nccl" else flat)
+        layout, flat = flatten(named_tensors, _device(backend))
+        self._staged.put(flat)
         return layout
 
     def broadcast_bucket(self) -> None:
@@ -126,8 +126,7 @@ class WeightSource:
         """On rank 0: prepare a bucket that was exported before for the broadcast. Return its layout."""
         from cairn.engines.training.weight_group import flatten
 
-        layout, flat = flatten(bucket)
-        self._copy = flat.cuda() if backend == "nccl" else flat
+        layout, self._copy = flatten(bucket, _device(backend))
         return layout
 
     def broadcast_copy(self) -> None:
@@ -214,3 +213,10 @@ class WeightSource:
     @property
     def _started(self) -> "TrainingEngine":
         raise NotImplementedError
+
+
+def _device(backend: str) -> "torch.device":
+    """Return the device from which a backend sends."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
