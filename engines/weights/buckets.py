@@ -113,11 +113,6 @@ class _OnDevice:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
-    def on_host(self) -> "Bucket":
-        """Return the bucket in one piece on the host, in pinned memory where it was on a GPU."""
-        on_gpu = any(tensor.is_cuda for tensor in self.values())
-        return self.on(torch.device("cpu"), pinned=on_gpu)
-
     def __reduce__(self) -> Any:
         rebuild, arguments = reduce_tensor(self._tensor)
         identity = str(torch.cuda.get_device_properties(arguments[DEVICE_ARGUMENT]).uuid)
