@@ -55,7 +55,7 @@ from cairn.engines.training.torch.passes import read_log_probs
 from cairn.engines.training.weight_group import SendingGroup, flatten
 from cairn.engines.types.errors import EngineError
 from cairn.engines.types.types import GenerateRequest, SamplingParams, TrainBatch
-from cairn.engines.weights.buckets import Bucket, in_one_storage, share
+from cairn.engines.weights.buckets import in_one_storage, share
 from tests.gpu.handles import sums_in_another_process
 from tests.gpu.torch_modules import torch_modules
 
@@ -259,7 +259,7 @@ def export_from(bench: Bench, kind: str, engine: Any) -> None:
     def by_host() -> int:
         total = 0
         for bucket in engine.export_weights(BUCKET):
-            _, flat = flatten(Bucket(bucket))
+            _, flat = flatten(bucket, torch.device("cpu"))
             total += flat.to(bench.device).nbytes
         return total
 

@@ -30,6 +30,7 @@ class TrainingRank(WeightSource):
 
     def __init__(self, address: str, training: TrainingConfig) -> None:
         prepare_trainer(training)
+        super().__init__()
         self._address = address
         self._training = training
         self._engine: TrainingEngine | None = None

@@ -1,8 +1,9 @@
 """The sender's side of a process group with the servers that receive its weights. The sender has rank 0."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from cairn.engines.types.errors import EngineError, EngineTimeout
+from cairn.engines.weights.buckets import in_one_storage
 from cairn.engines.weights.layout import Layout
 
 LOOK_INTERVAL = 0.0005
@@ -82,7 +84,7 @@ class SendingGroup:
         """
         deadline = time.monotonic() + self._timeout
         try:
-            work = self._within_timeout(lambda: self._group.broadcast([tensor], distributed.BroadcastOptions()))
+            work = self._within_timeout(lambda: self._group.broadcast([tensor], distributed.BroadcastOptions()), tensor)
             while not work.is_completed():
                 if time.monotonic() > deadline:
                     raise EngineTimeout(f"a receiver did not take its weights within {self._timeout:g} s")
@@ -106,14 +108,15 @@ class SendingGroup:
             distributed.destroy_process_group(self._group)
             self._group, self.size = None, 0
 
-    def _within_timeout(self, start: Callable[[], Any]) -> Any:
+    def _within_timeout(self, start: Callable[[], Any], tensor: torch.Tensor) -> Any:
         """Return what starts a broadcast. Over NCCL the first one connects all members, and waits for them without a
         deadline of its own, so a thread does it. Raises EngineTimeout."""
         started: Future[Any] = Future()
 
         def run() -> None:
             try:
-                started.set_result(start())
+                with torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
+                    started.set_result(start())
             except BaseException as error:
                 started.set_exception(error)
 
@@ -127,11 +130,10 @@ class SendingGroup:
             ) from None
 
 
-def flatten(named_tensors: dict[str, torch.Tensor]) -> tuple[Layout, torch.Tensor]:
-    """Return the layout and one tensor of bytes, without gaps, in the form of a bucket for SGLang's servers.
-
-    Wider number formats come first, so that every tensor begins at a multiple of its element size.
-    """
-    ordered = sorted(named_tensors.items(), key=lambda item: -item[1].element_size())
-    layout = [(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in ordered]
-    return layout, torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in ordered])
+def flatten(named_tensors: Mapping[str, torch.Tensor], device: torch.device) -> tuple[Layout, torch.Tensor]:
+    """Return the layout and one tensor of bytes on a device, without gaps, in the form of a bucket for SGLang's
+    servers."""
+    bucket = in_one_storage(named_tensors, device)
+    assert bucket.storage is not None
+    ordered = sorted(bucket.entries, key=lambda entry: -entry[1].itemsize)
+    return [(name, str(dtype).removeprefix("torch."), shape) for name, dtype, shape in ordered], bucket.storage

@@ -47,9 +47,9 @@ from cairn.engines.training.checkpoint import (
     read_sealed,
     write_sealed,
 )
-from cairn.engines.training.megatron.gathering import parameter_state
 from cairn.engines.training.megatron.learner import MegatronLearner, Reference
 from cairn.engines.training.megatron.metadata import METADATA, TENSORS, read_metadata, remove_write_ids, write_folder
+from cairn.engines.training.megatron.parameter_state import parameter_state
 from cairn.engines.training.megatron.state import own_loaded_state
 from cairn.engines.training.sharding import raise_together, raising_together
 from cairn.engines.types.errors import EngineError

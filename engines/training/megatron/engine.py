@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,14 +15,13 @@ from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.processes.fingerprint import MEGATRON
 from cairn.engines.training.batching import MicroBatch, pack_micro_batches
-from cairn.engines.training.checkpoint import in_buckets
 from cairn.engines.training.collate import Tokens
 from cairn.engines.training.exactly_once import ExactlyOnceEngine, untrained_models
 from cairn.engines.training.losses.objective import Metrics, objective
 from cairn.engines.training.losses.value import value_objective
 from cairn.engines.training.megatron import checkpoint
 from cairn.engines.training.megatron.backend import backend_for
-from cairn.engines.training.megatron.folder import write_model_folder
+from cairn.engines.training.megatron.folder import FILE_BYTES, write_model_folder
 from cairn.engines.training.megatron.learner import MegatronLearner, Reference
 from cairn.engines.training.megatron.model import join_groups, load_model, read_values
 from cairn.engines.training.megatron.packing import padded_length
@@ -32,6 +32,7 @@ from cairn.engines.training.process import join_process_group, prepare_process
 from cairn.engines.training.sharding import raising_together
 from cairn.engines.training.top_k import row_shape
 from cairn.engines.training.vocabulary import Part, Softmax, read_log_probs
+from cairn.engines.weights.buckets import Bucket
 from cairn.engines.weights.checksum import digest
 from cairn.storage.store.store import Store, StoredFile
 
@@ -130,13 +131,14 @@ class MegatronEngine(ExactlyOnceEngine):
             reading = partial(Policy(frozen.vocabulary, temperature).read, top_k=top_k)
             self._scorers[role] = partial(passes.score_responses, reading=reading, shape=row_shape(top_k))
 
-    def export_weights(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    def export_weights(self, bucket_bytes: int, *, on_device: bool = False) -> Iterator[Bucket]:
         self._require_intact()
-        yield from in_buckets(self._actor.state.gather_weights(self._dtype), bucket_bytes)
+        for bucket in self._actor.state.gather_weights(self._dtype, bucket_bytes):
+            yield bucket if on_device else bucket.on_host()
 
-    def export_on_device(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    def export_on_device(self, bucket_bytes: int) -> Iterator[Bucket]:
         self._require_intact()
-        yield from in_buckets(self._actor.state.gather_weights(self._dtype, everywhere=True), bucket_bytes)
+        yield from self._actor.state.gather_weights(self._dtype, bucket_bytes, everywhere=True)
 
     def weights_checksum(self, dtype: Literal["float32", "bfloat16"] = "float32") -> str:
         self._require_ready()
@@ -144,7 +146,7 @@ class MegatronEngine(ExactlyOnceEngine):
 
     def export_hf(self, folder: Path) -> None:
         self._require_intact()
-        weights = self._actor.state.gather_weights(self._dtype)
+        weights = chain.from_iterable(bucket.items() for bucket in self.export_weights(FILE_BYTES))
         write_model_folder(self._folder, weights, folder, dtype=self._dtype, write=self._rank == 0)
 
     def save(self, store: Store, folder: str) -> list[StoredFile]:

@@ -102,7 +102,7 @@ def test_they_travel_through_the_object_store_and_by_broadcast_as_they_are() -> 
     arrived = pickle.loads(pickle.dumps(bucket))
     assert arrived["w"].dtype == torch.float8_e4m3fn
     assert all(torch.equal(arrived[name].view(torch.uint8), bucket[name].view(torch.uint8)) for name in bucket)
-    layout, flat = flatten(bucket)
+    layout, flat = flatten(bucket, torch.device("cpu"))
     assert layout == [("w_scale_inv", "float32", (5, 4)), ("w", "float8_e4m3fn", (100, 130))]
     assert torch.equal(flat[5 * 4 * 4 :].view(100, 130), values.view(torch.uint8))
 
