@@ -89,8 +89,8 @@ def train(rank: int, folder: Path, layout: str, work: Path, store: dist.Store) -
     from cairn.engines.training.rank import TrainingRank
 
     dist.init_process_group("gloo", store=PrefixStore("ranks", store), rank=rank, world_size=RANKS)
-    source = TrainingRank("127.0.0.1")
     training = TrainingConfig(engine="megatron", world_size=RANKS, megatron=LAYOUTS[layout], **TRAINING)
+    source = TrainingRank("127.0.0.1", training)
     source.start(ModelConfig(path=str(folder)), training, ALGORITHM, 1.0, 100, rank, None)
     report: dict[str, Any] = {"checksum": source.checksum_at(0, "float32"), "broadcast": [], "mapped": []}
     for count in RECEIVERS:
