@@ -51,7 +51,7 @@ from cairn.engines.training.factory import make_engine
 from cairn.engines.training.losses.objective import objective
 from cairn.engines.training.megatron import backend
 from cairn.engines.training.process import join_process_group
-from cairn.engines.training.torch.passes import read_log_probs
+from cairn.engines.training.torch.passes import read_policy
 from cairn.engines.training.weight_group import SendingGroup, flatten
 from cairn.engines.types.errors import EngineError
 from cairn.engines.types.types import GenerateRequest, SamplingParams, TrainBatch
@@ -328,16 +328,12 @@ def measure_log_probs(bench: Bench) -> None:
     join_process_group(1)
     join_groups(TrainingConfig(engine="megatron"))
     policy = Policy(vocabulary, 1.0)
-    # Megatron's passes convert the logits before they call these.
     engines: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "torch": (
             partial(objective, algorithm=algorithm, temperature=1.0),
-            partial(read_log_probs, temperature=1.0),
+            partial(read_policy, temperature=1.0),
         ),
-        "megatron": (
-            lambda logits, tokens: policy.objective(logits.float(), tokens, algorithm),
-            lambda logits, tokens: policy.read(logits.float(), tokens),
-        ),
+        "megatron": (partial(policy.objective, algorithm=algorithm), policy.read),
     }
     for name, (loss_of, read) in engines.items():
         for length in (64,) if bench.smoke else (4096, 8192, 16384, 32768):

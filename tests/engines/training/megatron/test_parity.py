@@ -180,7 +180,9 @@ def test_rank_0_holds_a_few_tensors_of_the_weights_it_exports(
     (case,) = (case for case in CASES if case.name == WATCHED)
     sizes = [tensor.nbytes for tensor in reference[case.reference]["weights"].values()]
     most_bytes = reports[WATCHED][0]["held"]
-    assert max(sizes) <= most_bytes <= 3 * max(sizes) < sum(sizes) / 3
+    # A bucket has at least one module's weights, and the next is gathered while one is in use.
+    assert max(sizes) <= most_bytes <= 5 * max(sizes)
+    assert most_bytes < sum(sizes) / 2
 
 
 @pytest.mark.proof  # as the case it looks at is
