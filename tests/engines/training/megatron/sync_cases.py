@@ -91,7 +91,7 @@ def train(rank: int, folder: Path, layout: str, work: Path, store: dist.Store) -
     dist.init_process_group("gloo", store=PrefixStore("ranks", store), rank=rank, world_size=RANKS)
     training = TrainingConfig(engine="megatron", world_size=RANKS, megatron=LAYOUTS[layout], **TRAINING)
     source = TrainingRank("127.0.0.1", training)
-    source.start(ModelConfig(path=str(folder)), training, ALGORITHM, 1.0, 100, rank, None)
+    source.start(ModelConfig(path=str(folder)), ALGORITHM, 1.0, 100, rank, None)
     report: dict[str, Any] = {"checksum": source.checksum_at(0, "float32"), "broadcast": [], "mapped": []}
     for count in RECEIVERS:
         with Counting() as counting:
