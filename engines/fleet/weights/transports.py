@@ -169,7 +169,7 @@ def results(targets: Targets, calls: Sequence[Call[R]], deadline: Deadline | Non
         except EngineError as error:
             failures[target] = error
     if failures:
-        raise TargetsFailed(failures)
+        raise TargetsFailed(failures) from next(iter(failures.values()))
     return results
 
 
