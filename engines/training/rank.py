@@ -107,8 +107,10 @@ class TrainingRank(WeightSource):
         store = self._store if self._rank == 0 else distributed.TCPStore(host, port, is_master=False, timeout=timeout)
         # On GPUs too: Megatron creates groups over gloo as well as over NCCL.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(self._address))
+        # FSDP2 reduces shards on the host over gloo.
+        on_gpu = "cpu:gloo,cuda:nccl" if training.fsdp_cpu_offload else "nccl"
         distributed.init_process_group(
-            "gloo" if device == "cpu" else "nccl",
+            "gloo" if device == "cpu" else on_gpu,
             store=store,
             rank=self._rank,
             world_size=training.world_size,

@@ -89,6 +89,28 @@ def run_cases(folder: Path, work: Path, rank: int, world_size: int) -> dict[str,
     critic.save(store, f"critic-{world_size}")
     report["critic's digest"] = critic.state_digest()
 
+    hosted = make_engine(
+        folder,
+        algorithm=ALGORITHM,
+        max_tokens_per_gpu=120,
+        adam_eps=EPS,
+        clip_grad=CLIP,
+        fsdp_cpu_offload=True,
+        **ranks,
+    )
+
+    def update(version: int) -> dict[str, float]:
+        return hosted.train(BATCH, num_steps=1, expected_version=version, input_digest="d").metrics
+
+    report["on the host"] = [update(version) for version in range(3)]
+    hosted.save(store, f"host-{world_size}")
+    report["on the host"].append(update(3))
+    report["host's digest"] = hosted.state_digest()
+    hosted.load(store, f"host-{world_size}")
+    hosted.offload()
+    hosted.onload()
+    report["host's update again"], report["host's digest again"] = update(3), hosted.state_digest()
+
     experts = work / "experts"
     mixture = make_engine(experts if experts.is_dir() else architecture("deepseek_v3").save(experts), **ranks)
     report["checksums of experts"] = [mixture.weights_checksum(), mixture.weights_checksum("bfloat16")]

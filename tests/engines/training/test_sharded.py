@@ -81,6 +81,16 @@ def test_losses_and_metrics_are_those_of_one_rank_though_micro_batches_are_uneve
     assert two["bfloat16"]["grad_norm"] == pytest.approx(one["bfloat16"]["grad_norm"], rel=1e-2)
 
 
+def test_updates_on_the_host_are_those_on_the_device_and_end_in_equal_bits_after_a_restart(
+    one: Report, two: Report
+) -> None:
+    for report in (one, two):
+        for expected, found in zip(one["metrics"], report["on the host"], strict=False):
+            assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert report["host's update again"] == report["on the host"][3]
+        assert report["host's digest again"] == report["host's digest"]
+
+
 def test_ranks_agree_on_everything_they_report(both: list[Report]) -> None:
     first, second = both
     differing = {name for name in first if first[name] != second[name]}
