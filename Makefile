@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup sglang-env lm-eval-env inspect-env openenv-env quickstart tiny types docs lint test test-proofs test-all test-ceph chaos bench
-.PHONY: clean parity slime-examples slime-scripts
+.PHONY: clean parity slime-examples slime-scripts gpu gpu-wheels
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -147,6 +147,13 @@ chaos: sglang-env setup ## Kill everything at every step, then KILLS=100 times a
 
 bench: setup ## Run the benchmarks of bench/README.md
 	$(BIN)/python -m bench
+
+# Not after `setup`: a machine with one GPU may have a Python with PyTorch and nothing else of Cairn's.
+gpu: ## Test and measure the engines on one GPU: 8 minutes (docs/gpus.md)
+	PYTHON=$(PYTHON) tests/gpu/one_gpu.sh
+
+gpu-wheels: ## Load what a bare machine with PyTorch and one GPU lacks: build/wheels
+	PYTHON=$(PYTHON) tests/gpu/one_gpu.sh wheels
 
 docs: setup types ## Build the documentation as a site: build/site/index.html
 	$(BIN)/python -m docs.generate

@@ -30,6 +30,7 @@ BENCHMARKS = {
     "sync": "bench.sync",
     "sglang": "bench.sglang",
     "megatron": "bench.megatron --hidden 256",
+    "logits": "bench.logits",
     "seeds": "bench.bare_loop --seeds 42 1 2 3 4",
     "learning": "bench.learning --seeds 1",
     "durability": "bench.durability",

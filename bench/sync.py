@@ -1,6 +1,10 @@
 """Seconds to transfer new weights to an SGLang server, by transport and by the number of bytes.
 
     python -m bench.sync [--hidden 64 512] [--rounds 5] [--smoke] [--json FILE]
+    python -m bench.sync --count RECIPE [RECIPE …]
+
+With --count nothing is transferred: for the layouts of recipes, from shapes alone, the collective operations and bytes
+of one version, whatever the number of rollout engines, and the operations that slime and NeMo-RL need.
 
 A fleet of one training rank and one server, without GPUs, on tiny Qwen3 models of those hidden sizes (2 layers, fp32).
 The transports alternate; the first turn of each is not counted. A turn is publication and update: the weights stored,
@@ -22,13 +26,16 @@ from safetensors import safe_open
 
 from bench.command import parse, say
 from bench.rollout import build_model
+from cairn.configs.loader import load
 from cairn.configs.schema.operations import FleetConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.handles import UPDATING
 from cairn.engines.fleet.weights.exchange import verify_log_probs
 from cairn.engines.fleet.weights.transports import transport_of
+from cairn.engines.plan.sync import exchange_of, nemo_rl_collectives, slime_collectives
 from cairn.engines.rollout.base import RolloutEngine
+from cairn.flows.plan.subject import planned_model
 
 TRANSPORTS = ("tensor", "disk", "distributed")
 START_TIMEOUT = 600.0
@@ -70,7 +77,7 @@ def measure(config: RunConfig, fleet: Fleet, disk: Path, rounds: int) -> dict[st
             began = time.perf_counter()
             publication = transports[name].store(0)
             engine.call(UPDATING, RolloutEngine.begin_weight_update, 0).result()
-            transports[name].send(0, publication, engine)
+            transports[name].send(0, publication, [engine])
             engine.call(UPDATING, RolloutEngine.end_weight_update).result()
             if turn:
                 seconds[name].append(time.perf_counter() - began)
@@ -84,13 +91,37 @@ def size_of(model: Path) -> int:
         return sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
 
 
+def count(recipes: list[str]) -> None:
+    """Print what a version costs in the layouts of recipes."""
+    table = Table("recipe", "GB", "tensors", "buckets", "collectives", "GB exchanged", "slime", "NeMo-RL")
+    for recipe in recipes:
+        config = load(recipe)
+        model, _ = planned_model(config.model.path)
+        cost = exchange_of(model, config.training, config.fleet.update_weight_buffer_size)
+        table.add_row(
+            Path(recipe).stem,
+            f"{cost.nbytes / 1e9:.1f}",
+            f"{cost.weights:,}",
+            f"{cost.buckets:,}",
+            f"{cost.collectives:,}",
+            f"{cost.exchanged / 1e9:.1f}",
+            f"{slime_collectives(model, config.training):,}",
+            f"{nemo_rl_collectives(model, config.training):,}",
+        )
+    Console().print(table)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 512], help="hidden sizes of the models")
     parser.add_argument("--rounds", type=int, default=5, help="counted turns of each transport")
     parser.add_argument("--disk", type=Path, help="folder in which model folders are written")
+    parser.add_argument("--count", nargs="+", metavar="RECIPE", help="count the operations in the layouts of recipes")
     arguments = parse(parser, hidden=[64], rounds=1)
+    if arguments.count:
+        count(arguments.count)
+        return
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     results = []

@@ -90,8 +90,8 @@ class Hardware(Section):
     """Memory in GB that a process takes before it holds a model: on a GPU the CUDA context and communication. An
     assumption."""
 
-    host_memory_gb: float = Field(1800, gt=0)
-    """Memory of a machine in GB. An assumption: that of a machine with eight GPUs."""
+    host_memory_gb: float = Field(2000, gt=0)
+    """Memory of a machine with eight GPUs in GB that a run may use."""
 
     @property
     def memory(self) -> float:
@@ -101,6 +101,8 @@ class Hardware(Section):
 
 CPU = "cpu"
 """Name of the entry that is no GPU."""
+USUAL_GPU = "h100"
+"""Name of the GPUs of a recipe that names none."""
 
 
 def gpu_names() -> list[str]:
@@ -119,10 +121,42 @@ def hardware(name: str) -> Hardware:
     return machine
 
 
+def gpus_of_device(device: str) -> list[Hardware]:
+    """Return the GPUs of a device name, such as A100, which may come in several sizes."""
+    return [hardware(name) for name in gpu_names() if hardware(name).device == device]
+
+
 @cache
 def _all() -> dict[str, Hardware]:
     values = parse_yaml(MACHINES.read_text("utf-8"))
     return {name: Hardware.model_validate(entry) for name, entry in values.items()}
+
+
+# slime's scripts, beside which the recipes of published models stand.
+
+
+SLIME_SCRIPTS = Path(__file__).parent / "slime_scripts.yaml"
+
+
+class SlimeScript(Section):
+    """A script of slime and the GPUs that it asks for."""
+
+    gpus: int = Field(gt=0)
+    """GPUs of training and rollout engines together."""
+
+    offload: bool
+    """Whether the optimizer is in the host's memory."""
+
+    gpu: str = "h100"
+    """Type of the GPUs."""
+
+
+def slime_script(recipe: Path) -> tuple[str, SlimeScript] | None:
+    """Return the script that a recipe's head names, and its needs; None where the head names none."""
+    named = re.search(r"scripts/([\w.-]+)\.sh", recipe.read_text("utf-8").partition("\n\n")[0])
+    if named is None:
+        return None
+    return named[1], SlimeScript.model_validate(parse_yaml(SLIME_SCRIPTS.read_text("utf-8"))[named[1]])
 
 
 # The `config.json` of published models, in `models/OWNER/NAME.json`, so that a recipe can be checked and planned

@@ -13,6 +13,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "rollout": (
         "rollout.engine",
         "rollout.sglang",
+        "rollout.sglang_env_vars",
         "rollout.router",
         "rollout.server_groups",
         "rollout.external_urls",
@@ -28,6 +29,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "training": (
         "training.engine",
         "training.megatron",
+        "training.train_env_vars",
         "training.world_size",
         "training.num_gpus_per_rank",
         "training.num_threads",

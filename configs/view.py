@@ -29,6 +29,7 @@ CHANGES_NO_BITS: Mapping[str, str] = {
     "rollout.rollout_health_check_timeout": "it sets a waiting time",
     "rollout.rollout_health_check_first_wait": "it sets a waiting time",
     "training.timeout": "it sets a waiting time",
+    "training.distributed_timeout_minutes": "it sets a waiting time",
 }
 """Options that any reader may read without declaring them, each with the reason why its value changes no result."""
 

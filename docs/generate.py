@@ -9,12 +9,15 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from cairn.configs.catalogue import benchmark_names, load_benchmark
+from cairn.configs.catalogue import benchmark_names, load_benchmark, slime_script
 from cairn.configs.counterparts import Counterpart, Table, counterparts
 from cairn.configs.loader import LIST_ITEM, Option, load, options
 from cairn.configs.schema.evaluation import Benchmark
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.yaml_file import parse_yaml
+from cairn.engines.processes.libraries import Variable
+from cairn.engines.processes.libraries import table as library_variables
+from cairn.flows.plan.planning import plan_recipe
 from cairn.flows.reading.metrics import METRICS
 from cairn.storage.query.views import VIEWS
 
@@ -207,7 +210,29 @@ def recipes() -> str:
     before, rest = page.split(begin)
     files = sorted((DOCS.parent / "configs" / "recipes" / "models").glob("*.yaml"), key=lambda file: file.stem.lower())
     head = ["model", "on 8 ×", "training", "rollout engines", "samples", "response", "optimizer", "figures from"]
-    return f"{before}{begin}\n{_table(head, [_recipe(file) for file in files])}\n{end}{rest.split(end)[1]}"
+    needs = ["model", "GPUs", "GPU that trains, GiB", "machine, GiB", "tokens/s", "tokens/s a GPU", "slime"]
+    tables = [_table(head, [_recipe(file) for file in files]), _table(needs, [_needs(file) for file in files])]
+    return before + begin + "\n" + "\n".join(tables) + "\n" + end + rest.split(end)[1]
+
+
+def _needs(file: Path) -> list[str]:
+    """What `cairn plan` says of a recipe, beside the GPUs of slime's script."""
+    config = load(file)
+    assert config.fleet.gpu is not None
+    plan = plan_recipe(config, file.stem, config.fleet.gpu, memory_of_this_machine=0)
+    assert plan.fits, file
+    trains, host = plan.memory[0], plan.memory[-1]
+    found = slime_script(file)
+    slime = f"{found[1].gpus} {found[1].gpu}{', optimizer on the host' * found[1].offload}" if found else "–"
+    return [
+        f"`{file.stem}`",
+        f"{plan.gpus:g} {plan.gpu}",
+        f"{trains.total / 2**30:.0f} of {trains.capacity / 2**30:.0f}",
+        f"{host.total / 2**30:,.0f} of {host.capacity / 2**30:,.0f}",
+        f"{plan.tokens_per_second:,.0f}",
+        f"{plan.tokens_per_second / plan.gpus:,.0f}",
+        slime,
+    ]
 
 
 def _recipe(file: Path) -> list[str]:
@@ -236,6 +261,29 @@ def _recipe(file: Path) -> list[str]:
     ]
 
 
+def libraries() -> str:
+    """Every environment variable that libraries need; the rest is written by hand."""
+    page = (DOCS / "libraries.md").read_text(encoding="utf-8")
+    begin = "<!-- Variables: written by docs/generate.py from configs/gpus.yaml; change that, not these lines. -->\n"
+    end = "<!-- End of the variables. -->\n"
+    before, rest = page.split(begin)
+    tables = []
+    for kind, title in (("trainer", "Training ranks"), ("sglang", "Servers of SGLang")):
+        rows = [
+            [f"`{row.variable}`", _set_to(row), row.why, row.source]
+            for row in library_variables()
+            if kind in row.processes
+        ]
+        tables.append(f"## {title}\n\n{_table(['variable', 'value', 'why', 'source'], rows)}")
+    return before + begin + "\n" + "\n".join(tables) + "\n" + end + rest.split(end)[1]
+
+
+def _set_to(row: Variable) -> str:
+    value = "removed" if row.value is None else f"`{row.value}`"
+    needed = [f"`training.{option}: {str(wanted).lower()}`" for option, wanted in row.when.items()]
+    return ", ".join([value, *(["fixed"] if row.fixed else []), *(f"with {one}" for one in needed)])
+
+
 def _here(flag: Counterpart) -> str:
     options = " and ".join(f"`{name.replace(f'.{LIST_ITEM}', '[]')}`" for name in flag.options)
     return f"– {flag.why}" if flag.why else "; ".join(filter(None, [options, flag.how]))
@@ -246,6 +294,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "coming-from-slime.md": coming_from_slime,
     "configuration.md": configuration,
     "importing.md": importing,
+    "libraries.md": libraries,
     "metrics.md": metrics,
     "recipes.md": recipes,
     "views.md": views,

@@ -32,11 +32,12 @@ ORDER = {
         "importing.md",
     ],
     "Evaluate": ["evaluation.md", "benchmarks.md", "export.md"],
-    "Operate": ["operations.md", "prefect.md", "artifacts.md", "recovery.md", "decisions.md", "security.md"],
+    "Operate": ["operations.md", "gpus.md", "prefect.md", "artifacts.md", "recovery.md", "decisions.md", "security.md"],
     "Look": ["metrics.md", "tracking.md", "board.md", "report.md", "sql.md", "views.md", "audit.md", "traces.md"],
     "Engines": [
         "models.md",
         "weights.md",
+        "libraries.md",
         "engines/transformers.md",
         "engines/sglang.md",
         "engines/torch.md",

@@ -1,11 +1,12 @@
 """What tests do with all rollout engines of a fleet at once, and runs with one engine at a time."""
 
+from contextlib import ExitStack
+
 from cairn.configs.schema.operations import FleetConfig
 from cairn.engines.fleet.calls import map_in_threads
 from cairn.engines.fleet.fleet import Fleet
-from cairn.engines.fleet.handles import UPDATING
 from cairn.engines.fleet.weights.exchange import verify_log_probs
-from cairn.engines.fleet.weights.transports import transport_of
+from cairn.engines.fleet.weights.transports import call_each, results, transport_of
 from cairn.engines.rollout.base import RolloutEngine
 
 
@@ -33,11 +34,13 @@ def send(fleet: Fleet, version: int, options: FleetConfig, lag: int = 0) -> None
     transport = transport_of(options, fleet.training, load_timeout=60, maps_gpu_memory=mapped, lag=lag)
     publication = transport.store(version)
     transport.keep({version})
-    for engine in fleet.rollout:
-        with engine.alone():
-            engine.call(UPDATING, RolloutEngine.begin_weight_update, version).result()
-            transport.send(version, publication, engine)
-            engine.call(UPDATING, RolloutEngine.end_weight_update).result()
+    engines = fleet.rollout
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(engine.alone())
+        results(engines, call_each(engines, RolloutEngine.begin_weight_update, version))
+        transport.send(version, publication, engines)
+        results(engines, call_each(engines, RolloutEngine.end_weight_update))
 
 
 def verify(fleet: Fleet) -> None:

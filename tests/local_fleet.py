@@ -281,7 +281,7 @@ class LocalFleet:
             handle.engine.end_weight_update()
             return time.perf_counter() - began
 
-    def serve(self, handle: LocalRollout, version: int) -> None:
+    def serve(self, handle: LocalRollout, version: int, beside: Sequence[LocalRollout] = ()) -> None:
         with handle.serving:
             if handle.engine.get_weight_version() == version:
                 return

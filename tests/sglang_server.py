@@ -37,6 +37,7 @@ def sglang_model(tiny_assets: Path) -> Path:
 def engine(sglang_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     log = tmp_path_factory.mktemp("logs") / "server.log"
     with pytest.MonkeyPatch.context() as shell:
+        shell.setenv("SPT_NOENV", "1")  # else the titles of its processes overwrite what Linux shows of their variables
         shell.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")  # log-probs that know of no temperature, if it were heeded
         engine = SGLangEngine(str(sglang_model), sglang_config(), "cpu", log, START_TIMEOUT)
     yield engine

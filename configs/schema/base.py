@@ -6,7 +6,15 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Self
 from urllib.parse import unquote
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, PrivateAttr, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PrivateAttr,
+    ValidationInfo,
+    model_validator,
+)
 
 from cairn.configs.plugins import Unchecked
 
@@ -154,3 +162,29 @@ ApiKeyName = Annotated[str, FromStore.API_KEY_NAME]
 """Environment variable with a secret."""
 EngineOptions = Annotated[dict[str, Any], FromStore.ENGINE_OPTIONS]
 """An engine's own options."""
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
+
+
+def _as_variables(values: Any) -> Any:
+    """Return environment variables with numbers and switches of YAML as text."""
+    if not isinstance(values, dict):
+        return values
+    for name in values:
+        if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of an environment variable")
+        if _SECRET_NAME.search(name):
+            raise ValueError(
+                f"{name} looks like a secret, and a configuration is recorded with the run: leave it out, and set it "
+                "in the environment of the machine"
+            )
+    texts = {True: "true", False: "false"}
+    return {
+        name: texts[value] if isinstance(value, bool) else str(value) if isinstance(value, int | float) else value
+        for name, value in values.items()
+    }
+
+
+Variables = Annotated[dict[str, str], BeforeValidator(_as_variables)]
+"""Environment variables of a process, by name. They may change what it runs, so only the user sets them."""

@@ -75,6 +75,14 @@ WITH_ENGINES = When(
 """Something is sampled, for training or for evaluations."""
 
 
+ON_GPUS = When(
+    lambda run: run.uses_gpus,
+    lambda run: "training.num_gpus_per_rank and rollout.num_gpus_per_engine are 0",
+    "set training.num_gpus_per_rank=1",
+)
+"""Training or rollout engines use GPUs."""
+
+
 CRITIC = When(
     lambda run: run.algorithm.trains_critic,
     lambda run: f"algorithm.advantage_estimator is {run.algorithm.advantage_estimator}, which has no critic",

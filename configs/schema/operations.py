@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from cairn.configs.schema.base import FromStore, Location, OutputFolder, Section, Text, rule
-from cairn.configs.schema.effect import WITH_ENGINES
+from cairn.configs.schema.effect import ON_GPUS, WITH_ENGINES
 
 
 class CheckpointConfig(Section):
@@ -39,8 +39,16 @@ class CheckpointConfig(Section):
             )
 
 
+GpuName = Literal["a100-40gb", "a100-80gb", "b200", "h100", "h20", "h200", "h800", "l40s"]
+"""Names of the GPUs in `configs/hardware.yaml`."""
+
+
 class FleetConfig(Section):
     """Ray cluster and its actors."""
+
+    gpu: Annotated[GpuName | None, ON_GPUS] = None
+    """GPUs for which the recipe is laid out. `cairn plan` plans for them (null: `h100`), and a run does not start on
+    GPUs that are known to have less memory. Their sizes and rates are in `configs/hardware.yaml`."""
 
     ray_address: Annotated[Location, FromStore.CLUSTER] | None = None
     """Ray cluster to join: `auto` for the one on this machine, or `host:port`. Null starts a cluster that ends with the
@@ -131,9 +139,8 @@ class RecoveryConfig(Section):
     reason."""
 
     self_test: bool | None = None
-    """Once on each kind of machine, after an iteration, compute one update twice from the same state, with a restart of
-    the training engine between, and record in the store whether the bits agree. By default on where training has
-    GPUs."""
+    """Once on each kind of machine, after an iteration, compute the gradients of its batch twice, and record in the
+    store whether the bits agree. By default on where training has GPUs."""
 
 
 StepName = Literal["rollout", "reward", "filter", "score", "advantage", "train", "checkpoint", "sync", "eval"]

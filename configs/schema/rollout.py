@@ -4,7 +4,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidatorFunctionWrapHandler, field_validator
 
-from cairn.configs.schema.base import Code, DataPath, EngineOptions, FromStore, Section, ServerUrl, Text, rule
+from cairn.configs.schema.base import (
+    Code,
+    DataPath,
+    EngineOptions,
+    FromStore,
+    Section,
+    ServerUrl,
+    Text,
+    Variables,
+    rule,
+)
 from cairn.configs.schema.effect import ALWAYS, SAMPLED, When, read, spelled, when
 
 # Rollout servers of several kinds, as in slime's `--sglang-config`.
@@ -220,6 +230,11 @@ class RolloutConfig(Section):
     sglang: Annotated[EngineOptions, _OWN_SERVERS] = Field(default_factory=dict)
     """Options of `sglang.launch_server` under their own names, such as `attention_backend` or `tp_size`. slime:
     `--sglang-*`."""
+
+    sglang_env_vars: Annotated[Variables, _OWN_SERVERS] = Field(default_factory=dict)
+    """Environment variables of SGLang's servers: `{SGLANG_LOG_GC: true}`. Variables of SGLang and its kernels
+    are not inherited from the machine, since they change what a server computes. docs/libraries.md has those that are
+    set by default. slime: the environment of `ray job submit`."""
 
     router: EngineOptions | None = None
     """Options of the `sglang_router` process that routes every engine's requests, under their own names, such as
@@ -459,10 +474,10 @@ class RolloutConfig(Section):
         """Whether tokens are drawn from a part of the vocabulary only."""
         return self.rollout_top_p < 1 or self.rollout_top_k > 0
 
-    rollout_health_check_first_wait: float = Field(0, ge=0)
+    rollout_health_check_first_wait: float | None = Field(None, ge=0)
     """Seconds after the start of an SGLang server in which failed health checks do not count: a server that compiles
-    kernels for its first batches, such as DeepGEMM's, does not respond meanwhile. slime:
-    `--rollout-health-check-first-wait`."""
+    kernels for its first batches, such as DeepGEMM's, does not respond meanwhile. By default 300 on GPUs, and 0
+    without. slime: `--rollout-health-check-first-wait`."""
 
     @field_validator("num_rollout", mode="wrap")
     @classmethod

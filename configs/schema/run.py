@@ -132,6 +132,11 @@ class RunConfig(Section):
         return self.training.num_gpus_per_rank > 0 if wanted is None else wanted
 
     @property
+    def uses_gpus(self) -> bool:
+        """Whether training or rollout engines use GPUs."""
+        return self.training.num_gpus_per_rank > 0 or self.rollout.num_gpus_per_engine > 0
+
+    @property
     def samples_responses(self) -> bool:
         """Whether the policy samples the responses on which it is trained."""
         return self.algorithm.learns_from == "responses"

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from cairn.configs.schema.base import EngineOptions, Section, Text, rule
+from cairn.configs.schema.base import EngineOptions, Section, Text, Variables, rule
 from cairn.configs.schema.effect import CRITIC, When, read, when
 
 # Schedules of learning rate and weight decay, by Megatron's names, and the rules for their options.
@@ -205,7 +205,7 @@ class TrainingConfig(Section):
 
     fsdp_cpu_offload: Annotated[bool, when("training.engine", "torch")] = False
     """Hold weights, gradients and moments in the host's memory, divided over the ranks, and update them there. GPUs
-    hold the weights of one layer at a time, and activations. slime: `--fsdp-cpu-offload`."""
+    hold the weights of one layer at a time, and activations."""
 
     global_batch_size: int | None = Field(None, ge=1)
     """Samples per optimizer step; by default the number that follows from `num_steps_per_rollout`. Megatron:
@@ -302,6 +302,14 @@ class TrainingConfig(Section):
 
     timeout: float = Field(3600, gt=0)
     """Seconds that one training step, score or save may take before it counts as hung."""
+
+    distributed_timeout_minutes: int = Field(10, ge=1)
+    """Minutes that the ranks wait for each other, in one collective of any of their process groups. Then the engine is
+    restarted. Megatron and slime: `--distributed-timeout-minutes`."""
+
+    train_env_vars: Variables = Field(default_factory=dict)
+    """Environment variables of the training ranks' processes, set before PyTorch is imported: `{NCCL_DEBUG: INFO}`.
+    docs/libraries.md has those that are set by default. slime: `--train-env-vars`."""
 
     only_train_params_name_list: tuple[Text, ...] = ()
     """Regular expressions of the actor's parameters to train; all others are frozen. An expression matches anywhere in

@@ -22,7 +22,7 @@ from cairn.engines.fleet.warm import THREADS
 from cairn.engines.processes.deferred import collecting_later, defer_compiler
 from cairn.engines.processes.ports import bypass_proxy_for_loopback, free_port
 from cairn.engines.rollout.admission import Admission
-from cairn.engines.types.errors import EngineError
+from cairn.engines.types.errors import EngineDied, EngineError, is_device_failure
 from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest
 from cairn.engines.types.types import GenerateRequest, SamplingParams, Stream
 
@@ -157,6 +157,25 @@ class EngineActor(FencedActor):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self._slot = slot
         self._engine: Any = None
+        self._failure: str | None = None
+        """Error of the GPU, after which the process is of no use."""
+
+    def obey(self, claim: Claim, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method; see `FencedActor.obey`. Raises EngineDied on an error of the GPU, and from then on in
+        `health`, so that the process is replaced like one that died."""
+        try:
+            return super().obey(claim, method, *args, **kwargs)
+        except RuntimeError as error:
+            self._check_device(method, error)
+            raise
+
+    def obey_streaming(self, claim: Claim, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Call a method that yields its results one by one. Raises as `obey` does."""
+        try:
+            yield from super().obey_streaming(claim, method, *args, **kwargs)
+        except RuntimeError as error:
+            self._check_device(method, error)
+            raise
 
     def make(self, maker: str, *args: Any) -> None:
         """Make the engine by calling `maker` (`module:name`) with these arguments. Raises what the maker raises."""
@@ -168,7 +187,10 @@ class EngineActor(FencedActor):
         gc.freeze()  # these objects stay: garbage collections during a rollout skip them
 
     def health(self) -> dict[str, Any]:
-        """Return the health of the engine and of its process. Returns at once, also while the engine works."""
+        """Return the health of the engine and of its process. Returns at once, also while the engine works. Raises
+        EngineDied after an error of the GPU."""
+        if self._failure is not None:
+            raise EngineDied(self._failure)
         return {**self._made.health(), "pid": os.getpid(), "node": self._slot.address, "slot": self._slot}
 
     def host(self) -> str:
@@ -184,6 +206,12 @@ class EngineActor(FencedActor):
         from cairn.engines.models.files import folder_digest
 
         return {name: folder_digest(Path(folder), recorded.get(name)) for name, folder in folders.items()}
+
+    def _check_device(self, method: str, error: RuntimeError) -> None:
+        """Raise EngineDied in place of an error of the GPU."""
+        if is_device_failure(error):
+            self._failure = f"{method}(): the GPU failed, and the process with it: {error}"
+            raise EngineDied(self._failure) from error
 
     def _find(self, method: str) -> Callable[..., Any]:
         owner = self if hasattr(type(self), method) else self._made

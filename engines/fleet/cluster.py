@@ -123,6 +123,11 @@ def living_nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
+def machine_resources() -> list[dict[str, float]]:
+    """Return Ray's resources of each of the cluster's living nodes."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
 NAMESPACE = "cairn"
 """Ray namespace of all actors and placement groups."""
 

@@ -33,14 +33,14 @@ from cairn.engines.fleet import warm
 from cairn.engines.fleet.actors import EpisodesActor, RewardModelActor, RolloutActor, RouterActor, TrainingActor
 from cairn.engines.fleet.address import ray_address
 from cairn.engines.fleet.calls import Deadline, map_in_threads
-from cairn.engines.fleet.cluster import Cluster, seconds_until_drained
+from cairn.engines.fleet.cluster import Cluster, ClusterError, machine_resources, seconds_until_drained
 from cairn.engines.fleet.episodes import EpisodeWorkerHandle
 from cairn.engines.fleet.fencing import Tenure
 from cairn.engines.fleet.handles import Actor, EngineHandle
 from cairn.engines.fleet.membership import Elastic, Membership
 from cairn.engines.fleet.placement import Placement
 from cairn.engines.fleet.remote_stream import SUBMITTING, TAKING
-from cairn.engines.fleet.requirements import ranks_together
+from cairn.engines.fleet.requirements import gpu_problem, ranks_together
 from cairn.engines.fleet.reward_model import RewardModelHandle
 from cairn.engines.fleet.roles import ActorRole, Bundle, in_bundles
 from cairn.engines.fleet.rollout import RolloutHandle, RouterHandle
@@ -154,6 +154,8 @@ class Fleet:
             stack.callback(cluster.close)
             cluster.start_workers_with(warm.threads_of(config))
             fixed = [role for role in roles if role.bundles and not (joining and role is rollout_role)]
+            if config.uses_gpus and (problem := gpu_problem(config.fleet.gpu, machine_resources())):
+                raise ClusterError(problem)
             placement = Placement(name, fixed, cluster, deadline, tenure, joining=joining, at_least=at_least or 0)
             started: list[EngineHandle] = []
             stack.callback(_release, started, placement, config.fleet.call_timeout)
@@ -394,11 +396,21 @@ def _object_store_memory(config: RunConfig) -> int:
     folder's."""
     transport = config.fleet.update_weight_transport
     lag = min(config.rollout.weights_lag, config.rollout.num_rollout)  # more is never published
-    if transport == "disk" or (transport == "distributed" and not lag):
+    if (
+        transport == "disk"
+        or (transport == "distributed" and not lag)
+        or (transport == "tensor" and _shares_gpus(config))
+    ):
         return LEAST_OBJECT_STORE
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     retained = lag + 2
     return LEAST_OBJECT_STORE + (retained + 1) * 2 * weights
+
+
+def _shares_gpus(config: RunConfig) -> bool:
+    """Return whether every rollout engine maps weights from the memory of GPUs that it shares with training."""
+    shared = config.fleet.colocate and config.rollout.num_gpus_per_engine > 0
+    return shared and kind_of(config.rollout.engine).maps_gpu_memory
 
 
 def _on_the_cluster_of_this_machine(config: RunConfig) -> RunConfig:

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cairn.configs.digest import canonical_json
 from cairn.engines.fleet.calls import Deadline
-from cairn.engines.fleet.cluster import NAMESPACE, Cluster, ClusterError, require_cluster
+from cairn.engines.fleet.cluster import NAMESPACE, Cluster, ClusterError, machine_resources, require_cluster
 from cairn.engines.fleet.fencing import NO_CLAIM, Tenure
 from cairn.engines.fleet.handles import CONTROL, SENDING, UPDATING, Actor
 from cairn.engines.fleet.roles import LEAST_CPUS, ActorRole, BundlePlace, Slot, arrange, query_places, room_problem
@@ -103,7 +103,7 @@ class Placement:
         _remove(_groups(lambda name: name.startswith(f"{self._prefix}:") and name not in names.values()), deadline)
         if not cluster.joined:
             _require_capacity(needed)
-        if problem := room_problem(needed, [node["Resources"] for node in ray.nodes() if node["Alive"]]):
+        if problem := room_problem(needed, machine_resources()):
             raise ClusterError(_no_room(needed, problem))
         self._joining = {role.name for role in joining}
         self._groups: dict[str, _Group] = {}

@@ -1,8 +1,9 @@
 """Checks of a configuration: which ways of sending weights, sharing GPUs and placing ranks its engines support."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
+from cairn.configs.catalogue import gpus_of_device, hardware
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.rollout.plan import LaunchPlan, kind_of
@@ -51,6 +52,29 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
             "fleet.check_weight_update_equal needs each server to generate alone, which prefill and decode servers "
             "cannot: leave it out, or make rollout.server_groups regular"
         )
+
+
+def gpu_problem(gpu: str | None, machines: Iterable[Mapping[str, float]]) -> str | None:
+    """Return a sentence on the first machine whose GPUs have less memory than those that the recipe is laid out for.
+
+    Args:
+        gpu: `fleet.gpu`.
+        machines: Ray's resources of each machine. Ray names the GPUs of a machine by a resource such as
+            `accelerator_type:H100`. Names that `hardware.yaml` does not have are not judged, and one that comes in
+            several sizes counts as the largest.
+    """
+    if gpu is None:
+        return None
+    for name in sorted({name for machine in machines for name in machine}):
+        kind, _, device = name.partition(":")
+        sizes = [found.memory for found in gpus_of_device(device)] if kind == "accelerator_type" else []
+        if sizes and max(sizes) < hardware(gpu).memory:
+            return (
+                f"fleet.gpu is {gpu}, with {hardware(gpu).memory / 2**30:.0f} GiB, and the cluster has GPUs of the "
+                f"type {device}, with {max(sizes) / 2**30:.0f} GiB: find a layout for these with `cairn plan RECIPE "
+                "--gpu NAME` and set fleet.gpu to them"
+            )
+    return None
 
 
 def _group_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:

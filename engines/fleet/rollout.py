@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import ray
@@ -36,6 +36,8 @@ class RouterHandle(EngineHandle):
         super().__init__(name, [actor], fleet)
         self._options = dict(options)
         self._config = config
+        self._workers: list[Mapping[str, Any]] | None = None
+        """Servers that the router sends requests to; None where that is unknown."""
 
     @property
     def url(self) -> str:
@@ -43,18 +45,23 @@ class RouterHandle(EngineHandle):
         return self.health()["url"]
 
     def serve(self, workers: Sequence[Mapping[str, Any]]) -> None:
-        """Send requests to exactly these servers."""
-        self.call(None, Router.serve, workers).result()
+        """Send requests to exactly these servers. Asks nothing of a router that does so already."""
+        if self._workers != workers:
+            self._workers = None
+            self.call(None, Router.serve, workers).result()
+            self._workers = list(workers)
 
     def remove(self, url: str) -> None:
         """Send no more requests to a server. A router that does not obey is killed: its requests must not reach that
         server."""
+        self._workers = None
         try:
             self.call(None, Router.remove, url).result()
         except EngineError:
             self.kill()
 
     def _make_engine(self, deadline: Deadline) -> None:
+        self._workers = None
         host = self._host(self.actor, deadline)
         maker = kind_of(self._config.engine).router
         assert maker is not None
@@ -242,6 +249,13 @@ class RolloutHandle(ModelHandle):
         finally:
             self._busy.release()
 
+    def idle(self, held: ExitStack) -> bool:
+        """Return whether the engine is idle; hold it exclusively then, as `alone` does, until `held` is closed."""
+        if not self._busy.acquire(blocking=False):
+            return False
+        held.callback(self._busy.release)
+        return True
+
     @property
     def maps_gpu_memory(self) -> bool:
         """Whether the engine maps weights from the memory of GPUs that it shares with training."""
@@ -255,6 +269,7 @@ class RolloutHandle(ModelHandle):
     def release_memory(self) -> None:
         """Release the engine's memory; see cairn.engines.rollout.base."""
         with self.alone():
+            self.routed = None  # its weights are lost
             self.call(UPDATING, RolloutEngine.release_memory).result()
 
     def resume_memory(self, tag: MemoryTag) -> None:

@@ -60,12 +60,11 @@ class TrainingHandle(ModelHandle):
     """Waits for an update that is under way, such as one that a dead driver began. Raises EngineError where ranks
     differ, or a state is neither the old nor the new one: restart the engine then."""
     train = _on_ranks(TrainingEngine.train, lambda result: (result.weight_version, result.state_digest))
+    gradient_digests = _on_ranks(TrainingEngine.gradient_digests, lambda digests: digests)
     score = _on_ranks(TrainingEngine.score)
     weights_checksum = _on_ranks(TrainingEngine.weights_checksum)
     checksum_at = _on_ranks(TrainingRank.checksum_at)
     export_hf = _on_ranks(TrainingRank.export_hf)
-    offload = _on_ranks(TrainingRank.offload)
-    onload = _on_ranks(TrainingRank.onload)
 
     def __init__(
         self,
@@ -79,6 +78,20 @@ class TrainingHandle(ModelHandle):
         self._config = config
         self._total_steps = total_steps
         self._timeout = config.training.timeout
+        self._offloaded_since: int | None = None
+        """Number of restarts at which all ranks had released their memory; None where they may have it."""
+
+    def offload(self) -> None:
+        """Have all ranks release their memory. Asks no rank where they have done so already."""
+        restarts = self.restarts
+        if self._offloaded_since != restarts:
+            self.on_all(TrainingRank.offload)
+            self._offloaded_since = restarts
+
+    def onload(self) -> None:
+        """Have all ranks take back their memory."""
+        self._offloaded_since = None
+        self.on_all(TrainingRank.onload)
 
     def living_position(self) -> Position:
         """Restart the engine if it does not live, and return its position. For a living engine both calls run at the
@@ -115,32 +128,35 @@ class TrainingHandle(ModelHandle):
                 yield bucket
                 calls.append(rank.call(WeightSource.next_bucket))
 
-    def broadcast_weights(
-        self, version: int, bucket_bytes: int, backend: str, target: str
-    ) -> Generator[tuple[Layout, Call[None]]]:
-        """Yield the layout of each bucket, and the call that broadcasts it in the group of the trainer and the target.
+    def broadcast_weights(self, version: int, bucket_bytes: int, backend: str) -> Generator[tuple[Layout, Call[None]]]:
+        """Yield the layout of each bucket, and the call that broadcasts it to the receivers' group. The next bucket is
+        made while one is sent.
 
         Raises WrongVersion if the engine is not at `version`.
         """
-        with self._exporting(version, bucket_bytes):
-            while layout := self.call(None, WeightSource.stage_bucket, backend).result():
-                yield layout, self.call(None, WeightSource.broadcast_bucket, target)
+        with self._exporting(version, bucket_bytes, on_device=backend == "nccl"):
+            staging = self.call(None, WeightSource.stage_bucket, backend)
+            while layout := staging.result():
+                sending = self.call(SENDING, WeightSource.broadcast_bucket)
+                staging = self.call(None, WeightSource.stage_bucket, backend)
+                yield layout, sending
 
-    def broadcast_copies(
-        self, copies: "Sequence[Bucket]", backend: str, target: str
-    ) -> Generator[tuple[Layout, Call[None]]]:
+    def broadcast_copies(self, copies: "Sequence[Bucket]", backend: str) -> Generator[tuple[Layout, Call[None]]]:
         """Yield the same for buckets that `export_weights` yielded, whatever version the engine is at, and whatever it
         does now."""
         for copy in copies:
             layout = self.call(SENDING, WeightSource.stage_copy, copy, backend).result()
-            yield layout, self.call(SENDING, WeightSource.broadcast_copy, target)
+            yield layout, self.call(SENDING, WeightSource.broadcast_copy)
 
     def share_weights(self, version: int, bucket_bytes: int) -> Generator[list[tuple[list[str], bytes]]]:
         """Yield buckets in the memory of the ranks' GPUs, each valid until the next: for every rank its names, and a
-        handle (cairn.engines.weights.buckets) on its copy. Raises WrongVersion."""
+        handle (cairn.engines.weights.buckets) on its copy. The next bucket is made while one is in use. Raises
+        WrongVersion."""
         self.on_all(WeightSource.begin_export_on_device, version, bucket_bytes)
         try:
-            while None not in (shared := self.on_all(WeightSource.share_bucket)):
+            sharing = self.call_all(None, WeightSource.share_bucket)
+            while None not in (shared := self._gather(sharing, Deadline(self._timeout))):
+                sharing = self.call_all(None, WeightSource.share_bucket)
                 yield [one for one in shared if one is not None]
         finally:
             self.on_all(WeightSource.end_export)
@@ -156,9 +172,9 @@ class TrainingHandle(ModelHandle):
         return self._config.training.num_gpus_per_rank > 0
 
     @contextmanager
-    def _exporting(self, version: int, bucket_bytes: int) -> Iterator[None]:
+    def _exporting(self, version: int, bucket_bytes: int, *, on_device: bool = False) -> Iterator[None]:
         """Have rank 0 hand out the buckets meanwhile, and the other ranks take part in gathering them."""
-        self.on_all(WeightSource.begin_export, version, bucket_bytes)
+        self.on_all(WeightSource.begin_export, version, bucket_bytes, on_device=on_device)
         gathering = [self.call_one(actor, WeightSource.end_export) for actor in self._actors[1:]]
         try:
             yield
@@ -171,11 +187,13 @@ class TrainingHandle(ModelHandle):
         config = self._config
         hosts = self._gather(self.call_all(None, EngineActor.host), deadline)
         pairs = zip(self._actors, hosts, strict=True)
-        self._gather([self.call_one(actor, EngineActor.make, RANK, host) for actor, host in pairs], deadline)
+        self._gather(
+            [self.call_one(actor, EngineActor.make, RANK, host, config.training) for actor, host in pairs], deadline
+        )
         store_address = None
         if len(self._actors) > 1:
             store_address = self.call(None, TrainingRank.listen).result(deadline)
-        arguments = (config.model, config.training, config.algorithm, config.rollout.rollout_temperature)
+        arguments = (config.model, config.algorithm, config.rollout.rollout_temperature)
         as_stored = kind_of(config.rollout.engine).holds_as_stored
         calls = [
             self.call_one(actor, TrainingRank.start, *arguments, self._total_steps, rank, store_address, as_stored)
@@ -194,14 +212,14 @@ class TrainingHandle(ModelHandle):
         none after a death."""
         results: dict[int, R] = {}
         failures: dict[int, Exception] = {}
-        refs = [call.ref for call in calls]
-        running = list(refs)
+        ranks = {call.ref: rank for rank, call in enumerate(calls)}
+        running = list(ranks)
         while running and not any(isinstance(failure, EngineDied) for failure in failures.values()):
             ended, running = wait(running, FAILURE_GRACE if failures else deadline.remaining)
             if not ended:
                 break
             for ref in ended:
-                rank = refs.index(ref)
+                rank = ranks[ref]
                 try:
                     results[rank] = calls[rank].result(deadline)
                 except Exception as error:
@@ -222,7 +240,7 @@ class TrainingHandle(ModelHandle):
             raise EngineError(
                 f"{method}() ended differently on the ranks of {self.name}: {raised}; it must be restarted"
             )
-        late = ", ".join(self._actors[refs.index(ref)].name for ref in running)
+        late = ", ".join(self._actors[ranks[ref]].name for ref in running)
         raise EngineTimeout(f"{method}() did not return within {deadline.seconds:g} s from {late}")
 
     def agreed(self, values: list[R], agree: Callable[[R], object] | None) -> R:

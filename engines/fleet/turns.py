@@ -60,23 +60,28 @@ class Turns:
         if self._offload_train:
             self._training.onload()
 
-    def for_update(self, engine: RolloutHandle) -> None:
-        """Give a rollout engine the memory for weights, which are to be sent. Raises EngineError."""
-        self._resume(engine, "weights")
+    def for_update(self, engines: Sequence[RolloutHandle]) -> None:
+        """Give rollout engines the memory for weights, which are to be sent. Raises EngineError."""
+        self._resume(engines, "weights")
 
-    def for_rollout(self, engine: RolloutHandle) -> None:
-        """Give a rollout engine all its memory. Raises EngineError."""
-        self._resume(engine, "kv_cache")
+    def for_rollout(self, engines: Sequence[RolloutHandle]) -> None:
+        """Give rollout engines all their memory. Raises EngineError."""
+        self._resume(engines, "kv_cache")
 
     def offload_training(self) -> None:
         """Have training release its memory. If it fails to do so, it is killed, and the next training restores it."""
         if self._offload_train:
             _or_end(self._training, self._training.offload)
 
-    def _resume(self, engine: RolloutHandle, tag: MemoryTag) -> None:
+    def _resume(self, engines: Sequence[RolloutHandle], tag: MemoryTag) -> None:
         self.offload_training()
-        if self._offload_rollout and tag in engine.health()["released"]:  # otherwise it may be generating
-            engine.resume_memory(tag)
+        if self._offload_rollout:
+            map_in_threads(engines, lambda engine: _resume_one(engine, tag))
+
+
+def _resume_one(engine: RolloutHandle, tag: MemoryTag) -> None:
+    if tag in engine.health()["released"]:  # otherwise it may be generating
+        engine.resume_memory(tag)
 
 
 def _or_end(engine: EngineHandle, release: Callable[[], None]) -> None:

@@ -102,7 +102,8 @@ def threads_of(config: "RunConfig") -> int | None:
     models = [] if config.reward.reward_model is None else [config.reward.reward_model]
     on_gpus = rollout.num_gpus_per_engine or training.num_gpus_per_rank or any(model.num_gpus for model in models)
     numbers = {rollout.num_threads, training.num_threads, *(model.num_threads for model in models)}
-    return None if on_gpus or len(numbers) > 1 else training.num_threads
+    # PyTorch reads some variables when it is imported.
+    return None if on_gpus or training.train_env_vars or len(numbers) > 1 else training.num_threads
 
 
 def _made_for(config: "RunConfig") -> WarmProcess | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.plan.tensors import Layer, Model
+from cairn.engines.training.vocabulary import chunk_logits
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ MEGATRON_CPU = Kernels(norm_float32=2, norm=0, gate=4, weighted=1, rotary=4, out
 MEGATRON = Kernels(norm_float32=0, norm=1, gate=4, weighted=1, rotary=0, outputs=1, mixed=True)
 """Transformer Engine's norms and attention, and Megatron's own gate."""
 MEGATRON_FUSED = Kernels(norm_float32=0, norm=1, gate=2, weighted=0, rotary=0, outputs=1, mixed=True)
-"""`MEGATRON` with `bias_activation_fusion`."""
+"""`MEGATRON` with `bias_activation_fusion`, the default on GPUs."""
 
 
 def kernels_of(training: TrainingConfig) -> Kernels:
@@ -59,7 +60,8 @@ def kernels_of(training: TrainingConfig) -> Kernels:
         return TORCH if on_gpu else TORCH_CPU
     if not on_gpu:
         return MEGATRON_CPU
-    return MEGATRON_FUSED if training.megatron.get("bias_activation_fusion") else MEGATRON
+    fused = training.megatron.get("bias_activation_fusion", not training.megatron.get("use_te_activation_func"))
+    return MEGATRON_FUSED if fused else MEGATRON
 
 
 def bytes_of(dtype: str) -> int:
@@ -220,10 +222,10 @@ def micro_batches_in_flight(training: TrainingConfig, stage: int, micro_batches:
 def output_bytes(model: Model, training: TrainingConfig, tokens: int, trained_tokens: int, *, critic: bool) -> float:
     """Return the peak bytes of the output layer's part on the last stage: the layer's input, and logits.
 
-    Megatron holds a logit in the number format of training, in float32, divided by the temperature, and three times
-    more while it computes entropies (`cairn.engines.training.megatron.engine`). The torch engine computes logits of the
-    trained tokens alone, and holds each five times in float32 while it computes their gradient
-    (`cairn.engines.training.log_probs`).
+    A logit exists once, in the number format of training, and its gradient takes its place. Beside it are two float32
+    copies of one chunk (`cairn.engines.training.vocabulary`). Megatron computes logits of all tokens, the torch engine
+    of the trained ones. Megatron then holds the gradient of the layer's weight in the number format of training, until
+    it is added to the float32 gradients; chunks are freed by then.
     """
     size, hidden = bytes_of(training.dtype), model.config.hidden_size
     tensor = training.tensor_model_parallel_size
@@ -232,9 +234,9 @@ def output_bytes(model: Model, training: TrainingConfig, tokens: int, trained_to
     norm = tokens * (hidden * (4 * kernels.norm_float32 + size * kernels.norm) + 4) / around
     if critic:
         return norm + trained_tokens * hidden * size / around
-    vocabulary = model.config.vocab_size
+    width = -(-model.config.vocab_size // tensor)
+    chunk = 2 * 4 * min(trained_tokens * width, chunk_logits(on_gpu=training.num_gpus_per_rank > 0))
     if training.engine == "torch":
-        own = size if size < 4 else 0
-        return norm + trained_tokens * (hidden * size + vocabulary * (own + 20))
-    logits = -(-vocabulary // tensor) * (tokens * size + trained_tokens * 20)
-    return norm + tokens * hidden * size / around + logits
+        return norm + trained_tokens * (hidden + width) * size + chunk
+    weight = width * hidden * size
+    return norm + tokens * (hidden / around + width) * size + max(chunk, weight)

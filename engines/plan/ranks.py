@@ -64,6 +64,12 @@ def stages(layers: int, training: TrainingConfig) -> list[range]:
     return [range(first, first + sizes[stage]) for stage, first in enumerate(firsts)]
 
 
+def optimizer_share_on_host(training: TrainingConfig) -> float:
+    """Return the share of the optimizer's state that is in the memory of the host."""
+    options = training.megatron
+    return float(options.get("optimizer_offload_fraction", 1.0)) if options.get("optimizer_cpu_offload") else 0.0
+
+
 def parameters_by_stage(
     model: Model, training: TrainingConfig, *, trained: bool = True, critic: bool = False
 ) -> list[RankParameters]:

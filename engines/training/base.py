@@ -61,6 +61,12 @@ class TrainingEngine(Protocol):
                 not the first, a checkpoint must be loaded.
         """
 
+    def gradient_digests(self, batch: TrainBatch, *, num_steps: int) -> tuple[str, str]:
+        """Compute the gradients of the batch's first optimizer step twice, for actor and critic. Return both digests.
+
+        Nothing of the state changes. The arguments, and ValueError, are those of `train`.
+        """
+
     def score(self, batch: TrainBatch, role: ModelRole) -> list[np.ndarray]:
         """Return [R_i] float32 for each sample: one score per response token.
 
@@ -73,11 +79,13 @@ class TrainingEngine(Protocol):
             ValueError: the configuration requires no model of that role.
         """
 
-    def export_weights(self, bucket_bytes: int) -> "Iterator[dict[str, torch.Tensor]]":
-        """Yield the weights in the training's number format, on the CPU, in buckets of at most `bucket_bytes`.
+    def export_weights(self, bucket_bytes: int, *, on_device: bool = False) -> "Iterator[dict[str, torch.Tensor]]":
+        """Yield the weights in the training's number format, on the CPU or on the device, in buckets of at most
+        `bucket_bytes`.
 
-        Keys are the names used in weight files; tied weights appear once. A tensor larger than `bucket_bytes` is a
-        bucket by itself. Rank 0 yields the buckets. The other ranks yield nothing but must also be iterated to the end.
+        Keys are the names used in weight files; tied weights appear once. A tensor, or on Megatron a module, larger
+        than `bucket_bytes` is a bucket by itself. Rank 0 yields the buckets. The other ranks yield nothing but must
+        also be iterated to the end.
         """
 
     def weights_checksum(self, dtype: Literal["float32", "bfloat16"] = "float32") -> str:

@@ -3,12 +3,13 @@
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from cairn.configs.kinds import LOSS, declared
 from cairn.configs.plugins import BadPlugin
@@ -25,7 +26,9 @@ from cairn.engines.training.optimizer import learning_rate, weight_decay
 from cairn.engines.training.protocol import over_steps
 from cairn.engines.types.errors import EngineError, NotFinite, WrongVersion
 from cairn.engines.types.types import ModelRole, Position, TrainBatch, TrainResult
+from cairn.engines.weights.checksum import fingerprint
 from cairn.storage.records import Environment
+from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged
 
 
@@ -118,6 +121,9 @@ class Learner(Protocol):
             micro_batches: this rank's micro-batches.
             weights: weights of each sample's trained tokens in the loss.
         """
+
+    def gradients(self) -> Iterable[torch.Tensor]:
+        """Return this rank's part of the gradients that `accumulate_gradients` set, in one order."""
 
     def grad_norm(self) -> float:
         """Return the norm of all gradients over all ranks, before clipping; infinite where they overflowed."""
@@ -241,6 +247,17 @@ class ExactlyOnceEngine(ABC):
         self._last = (input_digest, result)
         return result
 
+    def gradient_digests(self, batch: TrainBatch, *, num_steps: int) -> tuple[str, str]:
+        self._require_ready()
+        check_batch(batch)
+        steps = split_steps(batch.sample_of, num_steps)
+        check_trainable(batch, steps, self._algorithm)
+        self._interrupted = "gradient_digests" if self._world_size > 1 else None  # as in `train`
+        step = self._prepared(batch, steps[0])
+        first, second = (self._gradient_digest(*step) for _ in range(2))
+        self._interrupted = None
+        return first, second
+
     def score(self, batch: TrainBatch, role: ModelRole) -> list[np.ndarray]:
         self._require_ready()
         check_batch(batch)
@@ -275,19 +292,10 @@ class ExactlyOnceEngine(ABC):
 
         No weight changes before all gradients are computed and finite.
         """
-        trained, divisors = (
-            [int(mask[i].sum()) for i in samples] for mask in (batch.loss_mask, batch.divisor_mask or batch.loss_mask)
-        )
-        own = batch.sample_of[samples.start : samples.stop]
-        weights = dict(zip(samples, sequence_weights(trained, own, self._algorithm, divisors), strict=True))
-        lengths = {i: len(batch.input_ids[i]) for i, count in zip(samples, trained, strict=True) if count}
-        if self._algorithm.tis_batch_normalize:
-            batch = replace(batch, mean_correction=mean_weight(batch, [*lengths], self._algorithm))
-        batch = with_picked(batch, [*lengths], self._algorithm)
-        micro_batches = self._plan(lengths)
+        step = self._prepared(batch, samples)
         metrics: dict[str, float] = {}
         for role in roles:
-            metrics |= self._learners[role].accumulate_gradients(batch, micro_batches, weights)
+            metrics |= self._learners[role].accumulate_gradients(*step)
             metrics[_of(role, "grad_norm")] = self._learners[role].grad_norm()
         self._require_finite(metrics)
         self._interrupted = "train"
@@ -300,6 +308,31 @@ class ExactlyOnceEngine(ABC):
             metrics[_of(role, "lr")] = lr
         self._move_to(self._version + 1)
         return metrics
+
+    def _prepared(self, batch: TrainBatch, samples: range) -> tuple[TrainBatch, list[MicroBatch], dict[int, Weight]]:
+        """Return the arguments of `Learner.accumulate_gradients` for an optimizer step."""
+        trained, divisors = (
+            [int(mask[i].sum()) for i in samples] for mask in (batch.loss_mask, batch.divisor_mask or batch.loss_mask)
+        )
+        own = batch.sample_of[samples.start : samples.stop]
+        weights = dict(zip(samples, sequence_weights(trained, own, self._algorithm, divisors), strict=True))
+        lengths = {i: len(batch.input_ids[i]) for i, count in zip(samples, trained, strict=True) if count}
+        if self._algorithm.tis_batch_normalize:
+            batch = replace(batch, mean_correction=mean_weight(batch, [*lengths], self._algorithm))
+        batch = with_picked(batch, [*lengths], self._algorithm)
+        micro_batches = self._plan(lengths)
+        return batch, micro_batches, weights
+
+    def _gradient_digest(self, batch: TrainBatch, micro_batches: list[MicroBatch], weights: dict[int, Weight]) -> str:
+        """Return the digest of the gradients of all learners on all ranks."""
+        parts = []
+        for learner in self._learners.values():
+            learner.accumulate_gradients(batch, micro_batches, weights)
+            parts += [fingerprint(gradient) for gradient in learner.gradients()]
+        of_ranks: list[Any] = [torch.stack(parts).tolist()] * self._world_size
+        if self._world_size > 1:
+            dist.all_gather_object(of_ranks, of_ranks[0])
+        return canonical.digest(of_ranks)
 
     def _untrained(self, role: str) -> int:
         """Return the number of optimizer steps at the start of the run in which a role is not trained."""

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of chosen tokens, from logits computed only where they are needed."""
+"""Logits of chosen tokens, computed only where they are needed, and the tokens that could be sampled there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,25 +51,28 @@ class LogitSupport:
         there = rows >= 0
         return LogitSupport(rows[there], self.ids[there])
 
+    def split(self, bounds: Sequence[int]) -> list["LogitSupport"]:
+        """Return the support of each run of tokens, from one of the ascending bounds to the next."""
+        places = torch.searchsorted(self.rows, torch.tensor(bounds, device=self.rows.device)).tolist()
+        return [
+            LogitSupport(self.rows[begin:end] - first, self.ids[begin:end])
+            for first, begin, end in zip(bounds[:-1], places[:-1], places[1:], strict=True)
+        ]
 
-def mask_outside_support(logits: torch.Tensor, support: LogitSupport | None, first: int = 0) -> torch.Tensor:
-    """Return [N, V] logits in which tokens outside the support are impossible; these get no gradient.
+
+def outside_support(support: LogitSupport, logits: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Return [N, V] bool: which logits belong to tokens outside the support.
 
     Args:
-        support: sampling support; None leaves the logits unchanged.
+        logits: [N, V].
         first: token id of the first logit, where each rank has a part of the vocabulary.
     """
-    if support is None:
-        return logits
     outside = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     outside[support.rows.unique_consecutive()] = True
     ids = support.ids - first
     here = (ids >= 0) & (ids < logits.shape[-1])
     outside[support.rows[here], ids[here]] = False
-    return logits.masked_fill(outside, IMPOSSIBLE_LOGIT)
-
-
-_ENTROPY_CHUNK = 1 << 20  # logits whose softmax is held at a time: 4 MiB
+    return outside
 
 
 def response_logits(
@@ -99,34 +102,6 @@ def response_logits(
     return logits.squeeze(0)
 
 
-def token_log_probs(logits: torch.Tensor, normalizer: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return [N] log-probabilities of the targets: logit minus normalizer. A softmax over [N, V] is never stored.
-
-    Args:
-        logits: [N, V] float32.
-        normalizer: [N], the logits' log-sum-exp.
-        targets: [N] int64.
-    """
-    return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
-
-
-def policy_log_probs(
-    logits: torch.Tensor, targets: torch.Tensor, support: LogitSupport | None, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the policy's [N, V] float32 logits, their [N] log-sum-exp, and the [N] log-probs of the targets.
-
-    The policy is the softmax of logits / temperature over the sampling support.
-
-    Args:
-        logits: [N, V].
-        targets: [N] int64.
-    """
-    logits = logits.float() if temperature == 1 else logits.float() / temperature
-    logits = mask_outside_support(logits, support)
-    normalizer = logits.logsumexp(-1)
-    return logits, normalizer, token_log_probs(logits, normalizer, targets)
-
-
 def top_rows(log_probs: torch.Tensor, top_log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Return [N, 1 + 2k] float32: for each response token its own log-prob and a model's k most probable tokens.
 
@@ -148,30 +123,3 @@ def top_rows(log_probs: torch.Tensor, top_log_probs: torch.Tensor, ids: torch.Te
     absent = top_log_probs < ABSENT / 2
     top_log_probs, ids = top_log_probs.masked_fill(absent, ABSENT), ids.masked_fill(absent, 0)
     return torch.cat([log_probs.unsqueeze(-1), top_log_probs, ids.float()], -1)
-
-
-def entropy(logits: torch.Tensor, normalizer: torch.Tensor, *, differentiable: bool) -> torch.Tensor:
-    """Return [N] entropies of the next-token distributions, in nats.
-
-    Large logits cancel before anything is added up: with s = logit - normalizer, whose constant may be off by a
-    rounding error, and Z = Σ exp(s), close to 1, the entropy is log Z - Σ exp(s) s / Z.
-
-    Where no gradient is needed, a few rows are computed at a time. A mere metric then takes little memory, and on a CPU
-    only half the time if the rows fit its cache.
-
-    Args:
-        logits: [N, V] float32.
-        normalizer: [N], the logits' log-sum-exp.
-    """
-    if differentiable:
-        return _entropy(logits, normalizer)
-    rows = max(1, _ENTROPY_CHUNK // logits.shape[-1])
-    chunks = zip(logits.detach().split(rows), normalizer.detach().split(rows), strict=True)
-    return torch.cat([_entropy(*chunk) for chunk in chunks])
-
-
-def _entropy(logits: torch.Tensor, normalizer: torch.Tensor) -> torch.Tensor:
-    shifted = logits - normalizer.detach().unsqueeze(-1)
-    weights = shifted.exp()
-    total = weights.sum(-1)
-    return total.log() - (weights * shifted).sum(-1) / total

@@ -12,6 +12,7 @@ import psutil
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.processes.libraries import prepare_trainer
 from cairn.engines.training.weight_source import WeightSource
 from cairn.engines.types.errors import EngineError
 from cairn.engines.types.types import ModelRole, TrainBatch
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
 class TrainingRank(WeightSource):
     """A training rank at an address of its machine, without an engine until `start`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, training: TrainingConfig) -> None:
+        prepare_trainer(training)
+        super().__init__()
         self._address = address
+        self._training = training
         self._engine: TrainingEngine | None = None
         self._rank = 0
 
@@ -46,7 +50,6 @@ class TrainingRank(WeightSource):
     def start(
         self,
         model: ModelConfig,
-        training: TrainingConfig,
         algorithm: AlgorithmConfig,
         temperature: float,
         total_steps: int,
@@ -59,18 +62,19 @@ class TrainingRank(WeightSource):
         `sends_as_stored`: whether rollout engines hold weights as the model folder does and receive them in that form.
         Raises BadModel.
         """
+        from cairn.engines.processes.numa import bind_beside_gpu
         from cairn.engines.training.factory import make_engine
-        from cairn.engines.training.process import prepare_environment
 
+        bind_beside_gpu()
+        training = self._training
         device = "cuda" if training.num_gpus_per_rank > 0 else "cpu"
-        prepare_environment(training, device)
         self._rank = rank
         if sends_as_stored:
             from cairn.engines.weights.fp8 import Fp8Weights
 
             self._fp8 = Fp8Weights.of(model.path)
         if store_address is not None:
-            self._meet(store_address, training, device)
+            self._meet(store_address, device)
         self._engine = make_engine(
             model,
             training,
@@ -99,21 +103,21 @@ class TrainingRank(WeightSource):
     def onload(self) -> None:
         self._sharing.onload()
 
-    def _meet(self, store_address: tuple[str, int], training: TrainingConfig, device: str) -> None:
+    def _meet(self, store_address: tuple[str, int], device: str) -> None:
         from torch import distributed
 
-        timeout = timedelta(seconds=training.timeout)
+        timeout = timedelta(minutes=self._training.distributed_timeout_minutes)
         host, port = store_address
         store = self._store if self._rank == 0 else distributed.TCPStore(host, port, is_master=False, timeout=timeout)
         # On GPUs too: Megatron creates groups over gloo as well as over NCCL.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(self._address))
-        # FSDP2 reduces shards on the host over gloo.
-        on_gpu = "cpu:gloo,cuda:nccl" if training.fsdp_cpu_offload else "nccl"
+        # Shards on the host are summed and gathered there, over gloo.
+        on_gpu = "cpu:gloo,cuda:nccl" if self._training.fsdp_cpu_offload else "nccl"
         distributed.init_process_group(
             "gloo" if device == "cpu" else on_gpu,
             store=store,
             rank=self._rank,
-            world_size=training.world_size,
+            world_size=self._training.world_size,
             timeout=timeout,
         )
 

@@ -1,6 +1,6 @@
 """Sharding of one model over several ranks: FSDP2, and the tensors of its shards as parts of whole tensors."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -54,6 +54,55 @@ def recompute_activations(model: PreTrainedModel) -> None:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole tensor of which `tensor` is this rank's shard; all ranks take part."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gather_shards(
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    device: torch.device,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    *,
+    everywhere: bool = False,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield whole tensors in `dtype` on a device, in their order, on rank 0 or on every rank. All ranks take part and
+    must iterate to the end. The shards of tensors of about `bucket_bytes` are exchanged at a time."""
+    shards: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in named_tensors:
+        nbytes = tensor.numel() * dtype.itemsize
+        if shards and (size + nbytes > bucket_bytes or not isinstance(tensor, DTensor)):
+            yield from _exchanged(shards, device, dtype, everywhere)
+            shards, size = [], 0
+        if isinstance(tensor, DTensor):
+            shards.append((name, tensor))
+            size += nbytes
+        elif everywhere or not dist.is_initialized() or dist.get_rank() == 0:
+            yield name, tensor.to(device, dtype)
+    if shards:
+        yield from _exchanged(shards, device, dtype, everywhere)
+
+
+def _exchanged(
+    shards: Sequence[tuple[str, torch.Tensor]], device: torch.device, dtype: torch.dtype, everywhere: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gather tensors by one collective operation: each rank sends its rows of all of them, filled up to equal parts."""
+    ranks = dist.get_world_size()
+    lengths = [-(-tensor.shape[0] // ranks) * (tensor.numel() // max(1, tensor.shape[0])) for _, tensor in shards]
+    mine = torch.zeros(sum(lengths), dtype=dtype, device=device)
+    for (_, tensor), part in zip(shards, mine.split(lengths), strict=True):
+        local = local_part(tensor)[0].reshape(-1)
+        part[: len(local)].copy_(local)
+    if everywhere:
+        gathered = torch.empty(ranks * len(mine), dtype=dtype, device=device)
+        dist.all_gather_into_tensor(gathered, mine)
+        every = list(gathered.split(len(mine)))
+    else:
+        every = [torch.empty_like(mine) for _ in range(ranks)] if dist.get_rank() == 0 else []
+        dist.gather(mine, every or None, dst=0)
+    if every:
+        parts = zip(*(one.split(lengths) for one in every), strict=True)
+        for (name, tensor), of_ranks in zip(shards, parts, strict=True):
+            yield name, torch.cat(of_ranks)[: tensor.numel()].view(tensor.shape)
 
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -1,7 +1,11 @@
 """The sender's side of a process group with the servers that receive its weights. The sender has rank 0."""
 
 import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import nullcontext
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -16,6 +20,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from cairn.engines.types.errors import EngineError, EngineTimeout
+from cairn.engines.weights.buckets import in_one_storage
 from cairn.engines.weights.layout import Layout
 
 LOOK_INTERVAL = 0.0005
@@ -46,6 +51,8 @@ class SendingGroup:
         )
         self.port: int = self._meeting.port
         self._group: Any = None
+        self._blocked = False
+        """Whether a thread still waits for members that did not come to the first broadcast."""
 
     def join(self, size: int, backend: str) -> None:
         """Wait for all members. Raises EngineError where a member does not join or the group is released."""
@@ -77,7 +84,7 @@ class SendingGroup:
         """
         deadline = time.monotonic() + self._timeout
         try:
-            work = self._group.broadcast([tensor], distributed.BroadcastOptions())
+            work = self._within_timeout(lambda: self._group.broadcast([tensor], distributed.BroadcastOptions()), tensor)
             while not work.is_completed():
                 if time.monotonic() > deadline:
                     raise EngineTimeout(f"a receiver did not take its weights within {self._timeout:g} s")
@@ -93,17 +100,40 @@ class SendingGroup:
     def leave(self) -> None:
         """Close the connections. This also releases receivers that wait for a broadcast."""
         self.release()
+        if self._blocked:  # an abort could wait for the same members
+            Thread(target=self._group.abort, daemon=True).start()
+            self._group, self.size = None, 0
         if self._group is not None:
             self._group.abort()
             distributed.destroy_process_group(self._group)
             self._group, self.size = None, 0
 
+    def _within_timeout(self, start: Callable[[], Any], tensor: torch.Tensor) -> Any:
+        """Return what starts a broadcast. Over NCCL the first one connects all members, and waits for them without a
+        deadline of its own, so a thread does it. Raises EngineTimeout."""
+        started: Future[Any] = Future()
 
-def flatten(named_tensors: dict[str, torch.Tensor]) -> tuple[Layout, torch.Tensor]:
-    """Return the layout and one tensor of bytes, without gaps, in the form of a bucket for SGLang's servers.
+        def run() -> None:
+            try:
+                with torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
+                    started.set_result(start())
+            except BaseException as error:
+                started.set_exception(error)
 
-    Wider number formats come first, so that every tensor begins at a multiple of its element size.
-    """
-    ordered = sorted(named_tensors.items(), key=lambda item: -item[1].element_size())
-    layout = [(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in ordered]
-    return layout, torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in ordered])
+        Thread(target=run, name="broadcast", daemon=True).start()
+        try:
+            return started.result(self._timeout)
+        except TimeoutError:
+            self._blocked = True
+            raise EngineTimeout(
+                f"the receivers of the weights did not connect to the trainer within {self._timeout:g} s"
+            ) from None
+
+
+def flatten(named_tensors: Mapping[str, torch.Tensor], device: torch.device) -> tuple[Layout, torch.Tensor]:
+    """Return the layout and one tensor of bytes on a device, without gaps, in the form of a bucket for SGLang's
+    servers."""
+    bucket = in_one_storage(named_tensors, device)
+    assert bucket.storage is not None
+    ordered = sorted(bucket.entries, key=lambda entry: -entry[1].itemsize)
+    return [(name, str(dtype).removeprefix("torch."), shape) for name, dtype, shape in ordered], bucket.storage

@@ -1,9 +1,9 @@
 """Export of weights from a training rank: as buckets, as broadcasts, as a model folder."""
 
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from types import MappingProxyType
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
 from cairn.engines.types.errors import EngineError, WrongVersion
@@ -29,12 +29,14 @@ class WeightSource:
     _address: str
     """Address of the rank's machine within the cluster."""
     _export: "Iterator[dict[str, torch.Tensor]]" = iter(())
-    _staged: "torch.Tensor | None" = None
+    _staged: "SimpleQueue[torch.Tensor]"
+    """Buckets that are ready to be broadcast: the one that is sent, and the next."""
     _copy: "torch.Tensor | None" = None
     """Copy of a bucket that was exported before, ready to be broadcast while the engine works."""
-    _shared: "dict[str, torch.Tensor] | None" = None
-    _groups: "Mapping[str, SendingGroup]" = MappingProxyType({})
-    """Process groups by the receiving engine."""
+    _shared: "list[dict[str, torch.Tensor]]"
+    """Buckets that rollout engines may map: the one in use, and the next."""
+    _group: "SendingGroup | None" = None
+    """Process group with the receiving engines."""
     _fp8: "Fp8Weights | None" = None
     """Weights that the rollout engines hold in FP8."""
 
@@ -47,14 +49,18 @@ class WeightSource:
         self._require_version(version)
         return self._started.weights_checksum(dtype)
 
-    def begin_export(self, version: int, bucket_bytes: int) -> None:
-        """Begin to export the weights of `version`; an unfinished export is dropped.
+    def __init__(self) -> None:
+        self._shared = []
+        self._staged = SimpleQueue()
+
+    def begin_export(self, version: int, bucket_bytes: int, *, on_device: bool = False) -> None:
+        """Begin to export the weights of `version`, on the CPU or on the device; an unfinished export is dropped.
 
         Raises:
             WrongVersion: the engine is at another version.
         """
         self._require_version(version)
-        self._export = self._packed(self._started.export_weights(bucket_bytes))
+        self._export = self._packed(self._started.export_weights(bucket_bytes, on_device=on_device))
 
     def next_bucket(self) -> "tuple[Bucket | None, bool]":
         """On rank 0: return the next bucket of weights, and whether there was one."""
@@ -71,73 +77,80 @@ class WeightSource:
         """
         import torch
 
-        self._staged = self._shared = None
+        self._shared, self._staged = [], SimpleQueue()
         for _ in self._export:
             pass
         self._export = iter(())
+        if torch.cuda.is_initialized():
+            torch.cuda.ipc_collect()  # else memory that a server has mapped stays reserved
         torch.cuda.empty_cache()  # no effect if CUDA was never used
 
-    def open_group(self, target: str, name: str, timeout: float) -> tuple[str, int]:
-        """On rank 0: open the address at which an engine, the target, meets this rank. Return its host and port."""
+    def open_group(self, name: str, timeout: float) -> tuple[str, int]:
+        """On rank 0: open the address at which the engines meet this rank. Return its host and port."""
         from cairn.engines.training.weight_group import SendingGroup
 
-        self.leave_group(target)
-        group = SendingGroup(name, self._address, timeout)
-        self._groups = {**self._groups, target: group}
-        return self._address, group.port
+        self.leave_group()
+        self._group = SendingGroup(name, self._address, timeout)
+        return self._address, self._group.port
 
-    def join_group(self, target: str, size: int, backend: str) -> None:
+    def join_group(self, size: int, backend: str) -> None:
         """On rank 0: wait until all members have met. Raises EngineError."""
-        self._groups[target].join(size, backend)
+        if self._group is None:
+            raise EngineError("no address was opened for the receivers of the weights")
+        self._group.join(size, backend)
 
-    def group(self, target: str) -> tuple[str, int] | None:
-        """On rank 0: return name and size of the group for broadcasts to the target; None before all have met."""
-        group = self._groups.get(target)
+    def group(self) -> tuple[str, int] | None:
+        """On rank 0: return name and size of the group for broadcasts; None before all have met."""
+        group = self._group
         return (group.name, group.size) if group is not None and group.size else None
 
     def stage_bucket(self, backend: str) -> Layout | None:
-        """On rank 0: prepare the next bucket for the broadcast. Return its layout, or None if there is no bucket."""
+        """On rank 0: prepare the next bucket for the broadcast, while an earlier one may be sent. Return its layout, or
+        None if there is no bucket."""
         from cairn.engines.training.weight_group import flatten
 
         named_tensors = next(self._export, None)
         if named_tensors is None:
             return None
-        layout, flat = flatten(named_tensors)
-        self._staged = flat.cuda() if backend == "nccl" else flat
+        layout, flat = flatten(named_tensors, _device(backend))
+        self._staged.put(flat)
         return layout
 
-    def broadcast_bucket(self, target: str) -> None:
-        """On rank 0: broadcast the prepared bucket. Raises EngineError and EngineTimeout."""
-        self._broadcast(self._staged, target)
+    def broadcast_bucket(self) -> None:
+        """On rank 0: broadcast the oldest prepared bucket. Raises EngineError and EngineTimeout."""
+        try:
+            staged = self._staged.get_nowait()
+        except Empty:
+            staged = None
+        self._broadcast(staged)
 
     def stage_copy(self, bucket: "Bucket", backend: str) -> Layout:
         """On rank 0: prepare a bucket that was exported before for the broadcast. Return its layout."""
         from cairn.engines.training.weight_group import flatten
 
-        layout, flat = flatten(bucket)
-        self._copy = flat.cuda() if backend == "nccl" else flat
+        layout, self._copy = flatten(bucket, _device(backend))
         return layout
 
-    def broadcast_copy(self, target: str) -> None:
+    def broadcast_copy(self) -> None:
         """On rank 0: broadcast that bucket and drop it. Raises EngineError and EngineTimeout."""
         copy, self._copy = self._copy, None
-        self._broadcast(copy, target)
+        self._broadcast(copy)
 
-    def _broadcast(self, tensor: "torch.Tensor | None", target: str) -> None:
-        if tensor is None or target not in self._groups:
+    def _broadcast(self, tensor: "torch.Tensor | None") -> None:
+        if tensor is None or self._group is None:
             raise EngineError("no bucket of weights was made ready to be broadcast, or there is no group for it")
-        self._groups[target].send(tensor)
+        self._group.send(tensor)
 
-    def release_group(self, target: str) -> None:
+    def release_group(self) -> None:
         """Release all members that wait for the group to be complete; callable while the actor itself waits for it."""
-        if target in self._groups:
-            self._groups[target].release()
+        if self._group is not None:
+            self._group.release()
 
-    def leave_group(self, target: str) -> None:
+    def leave_group(self) -> None:
         """Leave the group; receivers that still wait for one of its broadcasts fail with an error."""
-        if target in self._groups:
-            self._groups[target].leave()
-            self._groups = {other: group for other, group in self._groups.items() if other != target}
+        group, self._group = self._group, None
+        if group is not None:
+            group.leave()
 
     def export_hf(self, version: int, folder: Path) -> None:
         """On all ranks: write a model folder with the weights of `version`, replacing an existing one.
@@ -158,17 +171,22 @@ class WeightSource:
     def share_bucket(self) -> tuple[list[str], bytes] | None:
         """On all ranks: return the names of the next bucket's weights and a handle on this rank's copy.
 
-        The copy lives until the next call. Returns None if there is no bucket.
+        The copy lives until the second call after this one. Returns None if there is no bucket.
         """
+        import torch
+
         from cairn.engines.weights.buckets import in_one_storage, share
 
-        self._shared = None
+        self._shared = self._shared[-1:]
+        if torch.cuda.is_initialized():
+            torch.cuda.ipc_collect()  # the servers have unmapped the bucket before the last
         named_tensors = next(self._export, None)
         if named_tensors is None:
             return None
         device = next(iter(named_tensors.values())).device
-        self._shared = in_one_storage(named_tensors, device)
-        return list(self._shared), share(self._shared)
+        shared = in_one_storage(named_tensors, device)
+        self._shared.append(shared)
+        return list(shared), share(shared)
 
     def keep_folders(self, parent: Path, names: Collection[str]) -> None:
         """On rank 0: delete all model folders that it wrote, complete or not, except `names`.
@@ -201,3 +219,10 @@ class WeightSource:
     @property
     def _started(self) -> "TrainingEngine":
         raise NotImplementedError
+
+
+def _device(backend: str) -> "torch.device":
+    """Return the device from which a backend sends."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")

@@ -11,6 +11,24 @@ class EngineDied(EngineError):
     """The engine's process is gone; its state is lost."""
 
 
+_DEVICE_ERRORS = ("AcceleratorError", "DistBackendError")
+"""Names of PyTorch's classes of errors of a GPU and of NCCL."""
+
+_DEVICE_MESSAGES = ("CUDA error", "cuDNN error", "CUBLAS_STATUS_", "NCCL error", "uncorrectable ECC error")
+
+
+def is_device_failure(error: BaseException) -> bool:
+    """Return whether an error comes from a GPU or from NCCL, after which a process can compute nothing more.
+
+    A lack of memory is none: the process can still be used, and the same work would lack memory again.
+    """
+    if any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__):
+        return False
+    if any(cls.__name__ in _DEVICE_ERRORS for cls in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _DEVICE_MESSAGES)
+
+
 class EngineTimeout(EngineError):
     """A call did not return within its timeout."""
 

@@ -25,8 +25,8 @@ def plan(
     recipe: RecipeArgument,
     overrides: SetOption = None,
     gpu: Annotated[
-        str, Option("--gpu", metavar="NAME", help="Type of the GPUs: h100, h200, a100-80gb, b200, …")
-    ] = "h100",
+        str | None, Option("--gpu", metavar="NAME", help="Type of the GPUs: h200, b200, …; by default fleet.gpu.")
+    ] = None,
     gpus_per_node: Annotated[
         int | None,
         Option("--gpus-per-node", metavar="N", min=1, help="GPUs per machine; by default rollout.num_gpus_per_node."),
@@ -60,23 +60,31 @@ def plan(
     """
     import psutil
 
+    from cairn.configs.catalogue import USUAL_GPU
     from cairn.configs.loader import load
     from cairn.flows.plan.planning import plan_recipe
 
     changes = list(overrides or [])
     if gpus_per_node is not None:
         changes.append(f"rollout.num_gpus_per_node={gpus_per_node}")
+    config = load(recipe, changes, print_warning)
     found = plan_recipe(
-        load(recipe, changes, print_warning),
+        config,
         recipe.stem,
-        gpu,
+        gpu or config.fleet.gpu or USUAL_GPU,
         memory_of_this_machine=psutil.virtual_memory().total,
         prompt_tokens=prompt_tokens,
         response_tokens=response_tokens,
         rates={name: rate for name, rate in (("mfu", mfu), ("mbu", mbu)) if rate is not None},
     )
     whole = {"seconds": found.run_seconds, "gpu_hours": found.gpu_hours, "price": _money(found.gpu_hours, price)}
-    value = {**found.model_dump(mode="json"), "fits": found.fits, "seconds": found.seconds, "run": whole}
+    value = {
+        **found.model_dump(mode="json"),
+        "fits": found.fits,
+        "seconds": found.seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "run": whole,
+    }
     return Shown(value, _parts(found, price), failed=not found.fits)
 
 
@@ -119,6 +127,8 @@ def _parts(plan: "Plan", price: float | None) -> "Iterator[RenderableType]":
     parts = ", ".join(f"{step.step} {duration(step.seconds)}" for step in plan.steps)
     side = ", rollout in parallel with the other steps" if plan.overlapped else ""
     yield f"an iteration: {duration(plan.seconds)}{side}: {parts}"
+    each = f", {plan.tokens_per_second / plan.gpus:,.0f} for each GPU" if plan.gpus else ""
+    yield f"throughput: {plan.tokens:,.0f} tokens an iteration, {plan.tokens_per_second:,.0f} a second{each}"
     if plan.run_seconds is not None:
         text = f"the run: {plan.iterations:,} iterations, {duration(plan.run_seconds)}"
         if plan.gpus:

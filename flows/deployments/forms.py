@@ -121,6 +121,7 @@ CHANGED_OFTEN = (
     "rollout.rollout_max_response_len",
     "rollout.rollout_temperature",
     "training.lr",
+    "fleet.gpu",
 )
 """Options with a field of their own in the form of a run."""
 

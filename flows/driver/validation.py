@@ -23,6 +23,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.requirements import placement_problems, weight_problems
 from cairn.engines.models.folders import check_model_folder, context_length, end_tokens, sees_images
 from cairn.engines.models.tokenizers import load_tokenizer
+from cairn.engines.processes.libraries import problems as variable_problems
 from cairn.engines.rollout.plan import NAMES, kind_of
 from cairn.engines.training.needs import advantage_needs, loss_needs
 from cairn.engines.training.options import problems as training_problems
@@ -59,6 +60,7 @@ def setup_problems(config: RunConfig, note: Note = _ignore) -> list[str]:
     if config.model.path in readable:
         problems += [*_stop_token_problems(config), *_top_k_problems(config)]
     problems += [*placement_problems(config), *weight_problems(config), *tracking_problems(config.tracking)]
+    problems += variable_problems(config.rollout, config.training)
     for path in readable:
         problems += training_problems(config.training, path)
     if config.training.lora.r and not problems:

@@ -7,7 +7,15 @@ from typing import Any
 
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.plan.activations import bytes_of, output_bytes, stage_activations
-from cairn.engines.plan.ranks import RankParameters, adapter_size, is_trained, parameters_by_stage, sharded, stages
+from cairn.engines.plan.ranks import (
+    RankParameters,
+    adapter_size,
+    is_trained,
+    optimizer_share_on_host,
+    parameters_by_stage,
+    sharded,
+    stages,
+)
 from cairn.engines.plan.rates import CacheNeed, Decoding, cache_need
 from cairn.engines.plan.serving import Serving, default_static_fraction, served_parameters
 from cairn.engines.plan.tensors import Model, Tensor
@@ -220,15 +228,16 @@ def rank_memory(subject: Subject, stage: int) -> RankMemory:
         if role == "ref" and training.lora.r and config.model.ref_path is None:
             continue  # the model without its adapters
         frozen, _ = planned_model(path)
-        parameters = _parameters(frozen, training, stage, trained=False)
+        parameters = rank_parameters(frozen, training, stage, trained=False)
         name = {"ref": "reference model", "teacher": "teacher"}[role]
         state.append(Row(what=name, bytes=parameters.all * bytes_of(training.dtype)))
     return RankMemory(stage, tuple(state), tuple(_step_rows(subject, stage)))
 
 
-def _parameters(
+def rank_parameters(
     model: Model, training: TrainingConfig, stage: int, *, trained: bool = True, critic: bool = False
 ) -> RankParameters:
+    """Return the parameters that a rank of a pipeline stage holds."""
     if training.engine == "torch":
         return sharded(model, training, trained=trained, critic=critic)
     return parameters_by_stage(model, training, trained=trained, critic=critic)[stage]
@@ -239,10 +248,11 @@ def _learner_rows(model: Model, training: TrainingConfig, stage: int, owner: str
 
     Gradients and moments are float32 on both engines. Megatron stores weights in the number format of training; for
     bfloat16 its optimizer also has a float32 copy. Of these 6 + 12 bytes a parameter, the distributed optimizer divides
-    the 12 by the number of ranks with the same parameters (Megatron-LM's `theoretical_memory_usage.py`). torch stores
-    float32 weights: 4 + 4 + 8 bytes. With LoRA everything except adapters is in the number format of training.
+    the 12 by the number of ranks with the same parameters (Megatron-LM's `theoretical_memory_usage.py`). The share
+    that `optimizer_cpu_offload` has on the host takes nothing here. torch stores float32 weights: 4 + 4 + 8 bytes. With
+    LoRA everything except adapters is in the number format of training.
     """
-    parameters, size = _parameters(model, training, stage, critic=critic), bytes_of(training.dtype)
+    parameters, size = rank_parameters(model, training, stage, critic=critic), bytes_of(training.dtype)
     if training.lora.r and not critic:
         adapters = adapter_size(model, training.lora) / training.world_size
         return [
@@ -254,13 +264,19 @@ def _learner_rows(model: Model, training: TrainingConfig, stage: int, owner: str
         weights, optimizer = 4 * parameters.all, 8 * parameters.trained
     else:
         weights, each = size * parameters.all, 8 + (4 if size == 2 else 0)
-        dense, expert = replicas(training)
-        optimizer = each * (parameters.trained_dense / dense + parameters.trained_expert / expert)
+        here = 1 - optimizer_share_on_host(training)
+        optimizer = each * here * optimizer_elements(model, training, stage, critic=critic)
     return [
         Row(what=f"{owner}weights", bytes=weights),
         Row(what=f"{owner}gradients", bytes=4 * parameters.trained),
         Row(what=f"{owner}optimizer", bytes=optimizer),
     ]
+
+
+def optimizer_elements(model: Model, training: TrainingConfig, stage: int, *, critic: bool = False) -> float:
+    """Return the elements of parameters whose optimizer state a Megatron rank holds, on its GPU or on the host."""
+    parameters, (dense, expert) = rank_parameters(model, training, stage, critic=critic), replicas(training)
+    return parameters.trained_dense / dense + parameters.trained_expert / expert
 
 
 def replicas(training: TrainingConfig) -> tuple[int, int]:

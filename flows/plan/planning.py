@@ -8,10 +8,11 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.requirements import placement_problems, weight_problems
 from cairn.engines.models.folders import context_length
 from cairn.engines.plan.activations import bytes_of
-from cairn.engines.plan.ranks import adapter_size, is_trained
+from cairn.engines.plan.ranks import adapter_size, is_trained, optimizer_share_on_host
 from cairn.engines.plan.rates import bubble, model_size
 from cairn.engines.plan.serving import serving_problems
 from cairn.engines.training.needs import has_critic, scores_needed
+from cairn.flows.plan.host import host_rows
 from cairn.flows.plan.memory import (
     EngineMemory,
     RankMemory,
@@ -22,6 +23,7 @@ from cairn.flows.plan.memory import (
     heaviest_rank,
     micro_batches,
     most_at_once,
+    optimizer_elements,
     samples_of_engine,
     serving_of,
     weight_bytes,
@@ -98,11 +100,21 @@ def _rollout(subject: Subject, at_once: int) -> float:
 
 def _train(subject: Subject) -> float:
     """Return the seconds of all optimizer steps, of the actor and, where there is one, of the critic; recomputation
-    counts as another forward pass."""
+    counts as another forward pass. The arithmetic of an optimizer on the host takes no time."""
     training = subject.config.training
     recomputed = training.gradient_checkpointing or training.megatron.get("recompute_granularity") == "full"
     models = 1 + has_critic(subject.config.algorithm)
-    return models * _pass(subject, 4 / 3 if recomputed else 1.0)
+    return models * (_pass(subject, 4 / 3 if recomputed else 1.0) + _host_optimizer(subject))
+
+
+def _host_optimizer(subject: Subject) -> float:
+    """Return the seconds in which the gradients of all optimizer steps reach an optimizer on the host, and the new
+    weights come back."""
+    training = subject.config.training
+    if not (share := optimizer_share_on_host(training)):
+        return 0.0
+    size = (4 + bytes_of(training.dtype)) * share * optimizer_elements(subject.model, training, 0)
+    return training.num_steps_per_rollout * size / (subject.gpu_hardware.host_gb_s * 1e9)
 
 
 def _score(subject: Subject) -> float:
@@ -176,6 +188,7 @@ def plan_of(subject: Subject) -> Plan:
         checkpoint=checkpoint,
         steps=tuple(step_times(subject, cache.at_once if cache else None, sync, checkpoint)),
         iterations=config.rollout.num_rollout or None,
+        tokens=config.samples_per_rollout * subject.lengths.mean,
         overlapped=config.rollout.weights_lag > 0,
         problems=tuple(problems),
         assumptions=subject.assumptions,
@@ -229,7 +242,7 @@ def _memories(subject: Subject, rank: RankMemory, engine: EngineMemory | None) -
     config, training = subject.config, subject.config.training
     gpu = subject.gpu_hardware.memory
     shared = config.fleet.colocate and subject.trains_on_gpu and subject.rolls_out_on_gpu and engine is not None
-    on_host = []
+    on_host: list[Row] = []
     process = Row(what="process of the rank", bytes=subject.hardware_of(subject.trains_on_gpu).reserved_gb * 1e9)
     if subject.trains_on_gpu:
         rows = [*rank.rows, process]
@@ -239,10 +252,7 @@ def _memories(subject: Subject, rank: RankMemory, engine: EngineMemory | None) -
         each = max(1.0, 1 / training.num_gpus_per_rank)
         stage = f", pipeline stage {rank.stage}" if training.pipeline_model_parallel_size > 1 else ""
         yield Memory(of=f"a GPU that trains{stage}", rows=scaled(rows, each), capacity=gpu)
-        if config.fleet.offloads_train:
-            ranks = min(training.world_size, config.rollout.num_gpus_per_node)
-            retained = sum(row.bytes for row in rank.state if not row.what.startswith("gradients"))
-            on_host.append(Row(what="training state while others have the GPUs", bytes=ranks * retained))
+        on_host += host_rows(subject, rank)
     else:
         on_host += [Row(what=f"training: {row.what}", bytes=row.bytes * training.world_size) for row in rank.rows]
         on_host.append(Row(what="processes of the ranks", bytes=process.bytes * training.world_size))

@@ -128,6 +128,8 @@ class Plan(Record):
     steps: tuple[StepTime, ...]
     iterations: int | None = None
     """Iterations of the whole run; None where the data decides."""
+    tokens: float
+    """Mean tokens of an iteration's samples, prompts included."""
     overlapped: bool
     """Whether rollout and training run concurrently."""
     problems: tuple[str, ...]
@@ -145,6 +147,11 @@ class Plan(Record):
         rollout = sum(step.seconds for step in self.steps if step.step == "rollout")
         rest = sum(step.seconds for step in self.steps) - rollout
         return max(rollout, rest) if self.overlapped else rollout + rest
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of an iteration's samples, per second of the iteration."""
+        return self.tokens / self.seconds
 
     @property
     def run_seconds(self) -> float | None:
@@ -282,7 +289,7 @@ def subject_of(
 
     Raises ConfigError where there is no such GPU, and BadModel as `planned_model`.
     """
-    has_gpus = config.training.num_gpus_per_rank > 0 or config.rollout.num_gpus_per_engine > 0
+    has_gpus = config.uses_gpus
     machine, cpu = (one.model_copy(update=rates or {}) for one in (hardware(gpu), hardware(CPU)))
     model, source = planned_model(config.model.path)
     assumptions: list[str] = []

@@ -5,6 +5,8 @@ Each is one small file, created once and stored next to the runs. All runs of a 
 
 from collections.abc import Callable
 
+from pydantic import AliasChoices, Field
+
 from cairn.storage.ledger import layout
 from cairn.storage.records import Environment, Record
 from cairn.storage.store import canonical
@@ -13,16 +15,16 @@ from cairn.storage.store.store import Store
 
 
 class SelfTest(Record):
-    """Result of computing one update twice from the same state, with a restart of the training engine in between."""
+    """Result of computing the gradients of one batch twice from the same state."""
 
     schema_version: int = 1
     fingerprint: str
     """Digest of the environment, of the options that affect kernels and layout, and of the model."""
     environment: Environment
     agrees: bool
-    """Whether both updates gave the same state."""
-    state_digests: tuple[str, str]
-    """State digest of each update."""
+    """Whether both digests are equal."""
+    digests: tuple[str, str] = Field(validation_alias=AliasChoices("digests", "state_digests"))
+    """Digest of the gradients of each pass; `state_digests` in files of versions that compared whole updates."""
     run: str
     iteration: int
     """Iteration whose batch was used."""

@@ -177,7 +177,7 @@ def _generate(step: StepCall, weights: Commit | None, questions: Questions) -> t
             requests = [request for request in generated.missing if request.group_id in rows]
             if not requests:
                 return
-            serve(step.run, engine, weights)
+            serve(step.run, engine, weights, beside=engines[: len(prompts)])
             for samples in generate_samples(
                 step, engine, weights, requests, questions.sampling, rows=rows, calls=calls
             ):

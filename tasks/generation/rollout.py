@@ -181,7 +181,7 @@ def rollout(
     groups = _continued(run, places, continued)
     groups += [fresh_group(run, step.iteration, row) for row in shard_rows(draw, part, parts, resumed=resumed)]
     engine = run.fleet.rollout[part % len(run.fleet.rollout)]
-    serve(run, engine, weights)
+    serve(run, engine, weights, beside=run.fleet.rollout[:parts])
 
     by_id = {group.prompt.group_id: group for group in groups}
     encode = partial(sample_table, run, engine.name, by_id)

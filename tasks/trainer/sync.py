@@ -4,6 +4,7 @@ An engine's weights are verified, not remembered: before it generates, it is que
 is updated.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 from cairn.engines.types.errors import PublicationGone, WeightsDiffer
@@ -41,8 +42,9 @@ def update(run: RunContext, engine: Any, weights: Commit | None) -> float:
     return seconds
 
 
-def serve(run: RunContext, engine: Any, weights: Commit | None) -> None:
-    """Have an engine of `run.fleet.rollout` serve the weights that `weights` committed.
+def serve(run: RunContext, engine: Any, weights: Commit | None, beside: Collection[Any] = ()) -> None:
+    """Have an engine of `run.fleet.rollout` serve the weights that `weights` committed, and those `beside` it that are
+    to serve them next, where they are idle: all of them are sent the weights at once.
 
     The weights are published again if the engine needs them and their publication is gone, was not yet made by this
     driver, or differs from what was published. Raises PublicationGone where another half learns meanwhile: the training
@@ -50,7 +52,7 @@ def serve(run: RunContext, engine: Any, weights: Commit | None) -> None:
     """
     version = version_of(weights)
     try:
-        run.fleet.weights.serve(engine, version)
+        run.fleet.weights.serve(engine, version, beside)
     except (PublicationGone, WeightsDiffer) as error:
         if run.side_by_side:
             why = "is not published any more" if isinstance(error, PublicationGone) else f"was dropped ({error})"
@@ -61,4 +63,4 @@ def serve(run: RunContext, engine: Any, weights: Commit | None) -> None:
         with run.weights_lock:  # another thread may have published it meanwhile
             if version not in run.fleet.weights.published():
                 publish(run, weights)
-        run.fleet.weights.serve(engine, version)
+        run.fleet.weights.serve(engine, version, beside)

@@ -11,6 +11,8 @@ OF_THE_USER = {
     "rollout.tool_options.python.python",
     "rollout.tool_options.shell.bwrap",
     "reward.judge.pattern",  # one that never ends would block the driver
+    "training.train_env_vars",  # they may name libraries to load
+    "rollout.sglang_env_vars",
     "tracking.wandb_team",  # receivers of metrics and configuration
     "tracking.wandb_host",
     "tracking.prometheus_host",

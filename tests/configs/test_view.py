@@ -67,7 +67,7 @@ def test_a_copy_with_other_values_is_a_view_too() -> None:
 
 def test_a_section_that_is_read_as_a_whole_has_nothing_undeclared() -> None:
     training: TrainingConfig = seen("training.lr").training
-    assert training.model_dump().keys() == {"lr", "timeout"}
+    assert training.model_dump().keys() == {"lr", "timeout", "distributed_timeout_minutes"}
     assert training != CONFIG.training
     with pytest.raises(ValidationError, match="frozen"):
         training.lr = 2.0

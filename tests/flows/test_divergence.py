@@ -3,9 +3,11 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cairn.configs.loader import from_manifest
@@ -23,10 +25,29 @@ from cairn.storage.store.errors import LeaseLost
 from cairn.storage.upkeep.retention import newest_checkpoint
 from cairn.tasks.durable.events import Message
 from cairn.tasks.trainer.recovery import ReplayDiverged, restore_trainer
-from tests.tasks.trainer.test_self_test import OtherBitsAfterARestart
+from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 DIVERGES = {"on_divergence": "fork"}
+
+
+class OtherBitsAfterARestart(LocalFleet):
+    """Real engines on a machine whose arithmetic is not the same after the training engine was restarted."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        restart, training = self.training.restart, self.training
+
+        def restart_elsewhere() -> None:
+            restart()
+            train = training.engine.train
+
+            def train_otherwise(batch: Any, **options: Any) -> Any:
+                return train(replace(batch, advantages=[a * np.float32(1.001) for a in batch.advantages]), **options)
+
+            training.engine.train = train_otherwise  # type: ignore[method-assign]
+
+        self.training.restart = restart_elsewhere  # type: ignore[method-assign]
 
 
 def diverged(tiny_assets: Path, store: Path, **sections: dict[str, object]) -> ReplayDiverged:

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.fleet.fleet import _object_store_memory
+from cairn.engines.fleet.fleet import LEAST_OBJECT_STORE, _object_store_memory
 from cairn.engines.types.errors import EngineError, PublicationGone, WeightsDiffer
 from cairn.flows.events import Stopping
 from cairn.flows.history.diff import diff
@@ -254,6 +254,16 @@ def test_a_publication_that_is_of_no_use_while_another_half_learns_is_named(
         monkeypatch.setattr(run.fleet, "serve", Mock(side_effect=WeightsDiffer("it holds other weights")))
         with pytest.raises(PublicationGone, match=r"version 1 was dropped \(it holds other weights\).*cairn resume"):
             serve(run, run.fleet.rollout[0], trained)
+
+
+def test_no_room_is_made_for_weights_that_servers_map_from_the_gpus_of_training(tiny_assets: Path) -> None:
+    config = lagged(tiny_assets, 1)
+    fleet = config.fleet.model_copy(update={"colocate": True})
+    rollout = config.rollout.model_copy(update={"engine": "sglang", "num_gpus_per_engine": 1})
+    mapped = config.model_copy(update={"fleet": fleet, "rollout": rollout})
+    assert _object_store_memory(mapped) == LEAST_OBJECT_STORE < _object_store_memory(config)
+    on_cpus = rollout.model_copy(update={"num_gpus_per_engine": 0})
+    assert _object_store_memory(mapped.model_copy(update={"rollout": on_cpus})) == _object_store_memory(config)
 
 
 def test_room_is_made_for_no_more_publications_than_a_run_makes(tiny_assets: Path) -> None:

@@ -1,5 +1,10 @@
-"""What only a GPU can show of the Megatron engine: Transformer Engine's modules, and that the same updates come out."""
+"""The Megatron engine on a GPU, with Transformer Engine where it is installed, else with PyTorch's modules.
 
+Needs neither Ray nor SGLang.
+"""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +16,10 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.training.factory import make_engine
+from cairn.engines.training.megatron import backend
 from cairn.storage.opening import open_store
 from tests.engines.training import builders
-
-pytest.importorskip("transformer_engine")
+from tests.gpu.torch_modules import torch_modules
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,6 +37,14 @@ OPTIONS: dict[str, Any] = {
 }
 LOG_PROBS, LOSS, NORM = 1e-1, 1e-2, 5e-2
 """Largest differences, that of the norm relative, of two implementations that compute in bfloat16."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _layers() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if find_spec("transformer_engine") is None:
+            patch.setattr(backend, "_gpu", torch_modules)
+        yield
 
 
 @pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama", "qwen3_moe"])

@@ -1,21 +1,15 @@
 """Weights and memory between a trainer and SGLang servers on GPUs. Needs `sglang==0.5.21` beside Cairn."""
 
-import io
-import pickle
 from collections.abc import Iterator
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import Fleet
-from cairn.engines.weights.buckets import DEVICE_ARGUMENT, in_one_storage, share
 from tests.engines.fleet.weights.test_transports import ASKED, by, train_once
-from tests.engines.training.builders import make_batch, make_engine, model_folder
 from tests.fleets import send, sync, verify
 from tests.ray_fixtures import fleet_config
 from tests.sglang_server import sglang_config
@@ -53,46 +47,6 @@ def colocated(sglang_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         patch.chdir(tmp_path_factory.mktemp("colocated"))
         with Fleet.start(gpu_fleet(sglang_model, colocate=True), name="colocated", total_steps=10) as fleet:
             yield fleet
-
-
-def _rebuild(*arguments: Any) -> torch.Tensor:
-    """As SGLang's servers do: PyTorch itself knows no GPU by its identity."""
-    identities = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
-    index = identities.index(arguments[DEVICE_ARGUMENT])
-    return rebuild_cuda_tensor(*arguments[:DEVICE_ARGUMENT], index, *arguments[DEVICE_ARGUMENT + 1 :])
-
-
-class _Reader(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        return _rebuild if name == rebuild_cuda_tensor.__name__ else super().find_class(module, name)
-
-
-def _read(handle: bytes, found: Any) -> None:
-    found.put({name: tensor.sum().item() for name, tensor in _Reader(io.BytesIO(handle)).load()})
-
-
-def test_a_handle_shows_another_process_the_same_memory() -> None:
-    tensors = in_one_storage({name: torch.full((7, 3), float(name)) for name in "123"}, torch.device("cuda"))
-    context = get_context("spawn")
-    found = context.Queue()
-    reader = context.Process(target=_read, args=(share(tensors), found))
-    reader.start()
-    assert found.get(timeout=60) == {"1": 21.0, "2": 42.0, "3": 63.0}
-    reader.join(60)
-
-
-def test_an_offloaded_trainer_frees_its_memory_and_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path)
-    plain, offloaded = (make_engine(folder, device="cuda") for _ in range(2))
-    for version in range(3):
-        for engine in (plain, offloaded):
-            engine.train(make_batch(), num_steps=1, expected_version=version, input_digest=str(version))
-        held = torch.cuda.memory_allocated()
-        offloaded.offload()
-        assert torch.cuda.memory_allocated() < held
-        assert offloaded.position().state_digest == plain.position().state_digest
-        offloaded.onload()
-    assert offloaded.state_digest() == plain.state_digest()
 
 
 def test_memory_changes_hands_and_weights_come_by_handle(colocated: Fleet) -> None:

@@ -114,7 +114,7 @@ def test_whatever_a_crash_left_asleep_is_found_and_woken(
     assert versions(fleet) == [None]
     assert run(2)
     fleet.turns.release_rollout()
-    fleet.turns.for_update(fleet.rollout[0])  # and here with the weights' memory resumed and nothing in it
+    fleet.turns.for_update(fleet.rollout[:1])  # and here with the weights' memory resumed and nothing in it
     with pytest.raises(EngineError, match="memory was released"):
         list(fleet.rollout[0].generate([]))
     with pytest.raises(EngineError, match="offloaded: onload it first"):

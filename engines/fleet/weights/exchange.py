@@ -4,28 +4,29 @@ A publication is a weight version that engines can fetch, with the digest that i
 with other versions meanwhile. The transport determines what engines fetch from, and how long that lasts: see
 `cairn.engines.fleet.weights.transports`.
 
-One engine at a time is updated to one publication, by itself. Its version is queried, never assumed. So an engine that
-died meanwhile is detected here, restarted and updated. A router sends requests to engines of one version only. An
-engine leaves the router before its weights change. When it returns, engines of other versions are left out until they
-are served themselves.
+The weights leave the trainer once a version, for all engines that need it: a *pass* updates them together. A pass takes
+the engine that is asked for, the engines that are needed beside it and idle, and those whose callers wait for the same
+version. Passes follow one another. An engine's version is queried, never assumed. So an engine that died meanwhile is
+detected here, restarted and updated. A router sends requests to engines of one version only. Engines leave the router
+before their weights change. When they return, engines of other versions are left out until they are served themselves.
 """
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy as np
 from ray.exceptions import ObjectLostError
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.fleet.handles import UPDATING, Call
+from cairn.engines.fleet.handles import UPDATING, Call, EngineHandle
 from cairn.engines.fleet.membership import Membership
 from cairn.engines.fleet.rollout import RolloutHandle, RouterHandle
 from cairn.engines.fleet.training import TrainingHandle
 from cairn.engines.fleet.turns import Turns
-from cairn.engines.fleet.weights.transports import Transport
+from cairn.engines.fleet.weights.transports import TargetsFailed, Transport, call_each, results
 from cairn.engines.rollout.base import RolloutEngine
 from cairn.engines.types.errors import EngineError, PublicationGone, WeightsDiffer, WrongVersion
 from cairn.engines.types.types import GenerateRequest, Publication, SamplingParams, TrainBatch
@@ -105,6 +106,10 @@ class WeightExchange:
         """Publications by version, in the order of publication, each with what its transport's `store` returned."""
         self._lock = threading.Lock()
         self._routing = threading.Lock()
+        self._passing = threading.Lock()
+        """Held by the thread whose pass runs."""
+        self._waiting: dict[RolloutHandle, tuple[int, bool]] = {}
+        """Engines whose callers wait for a pass: version, and whether it is an update in flight."""
 
     def publish(self, version: int, keep: int) -> Publication:
         """Publish the trainer's weights, so that rollout engines can fetch them. Earlier publications stay if they are
@@ -144,7 +149,7 @@ class WeightExchange:
             versions = set(self._stored)
         return {version for version in versions if self._transport.holds(version)}
 
-    def serve(self, engine: RolloutHandle, version: int) -> None:
+    def serve(self, engine: RolloutHandle, version: int, beside: Collection[RolloutHandle] = ()) -> None:
         """Have a rollout engine serve a published version. A dead engine is restarted; the engine gets all its memory,
         and is behind the router if there is one. An engine that reports the version is left as it is. Several threads
         may do this with several engines at a time; one that waits while its engine is checked reuses the result. No
@@ -153,6 +158,10 @@ class WeightExchange:
         The engine's weights are compared with the publication's digest. Where the engine reports no checksum,
         `fleet.check_weight_update_equal` compares its log-probs with the trainer's.
 
+        Args:
+            beside: engines that are to serve this version next, and no other. Those of them that are idle and behind
+                are updated in the same pass; whether they were, their own calls find out.
+
         Raises:
             PublicationGone: the engine needs the version, and it is not published any more.
             WeightsDiffer: the engine did not receive what was published; it serves nothing.
@@ -160,15 +169,15 @@ class WeightExchange:
         """
         called_at = time.monotonic()
         with engine.serving:
-            checked_at, served_version = engine.last_check
-            if served_version == version and checked_at > called_at:
+            if _checked(engine, version, called_at):
                 return
             engine.last_check = (0.0, None)
             checked_at = time.monotonic()
             if self._membership.ensure_alive(engine)["weight_version"] != version:
-                self._update_idle(engine, version)
-            self._turns.for_rollout(engine)
-            self._route(engine, version)
+                self._pass(engine, version, beside, in_flight=False)
+                return
+            self._turns.for_rollout([engine])
+            self._route([engine], version)
             engine.last_check = (checked_at, version)
 
     def updates_in_flight(self) -> bool:
@@ -179,22 +188,16 @@ class WeightExchange:
     def update(self, engine: RolloutHandle, version: int) -> float:
         """Update a rollout engine that serves another version to a published one, between two decoding steps. Samples
         in flight are retracted and paused meanwhile, and do not end (`cairn.engines.rollout.base`). Returns the
-        duration in seconds. Only for fleets without a router.
+        duration in seconds. Only for fleets without a router. Engines whose callers wait for the same version meanwhile
+        share a pass.
 
         Raises as `serve` does. The samples in flight then stay paused until they are aborted, or the engine is updated
         to another version.
         """
         with engine.serving:
-            publication, stored = self._find(version)
             engine.last_check = (0.0, None)
             began = time.monotonic()
-            engine.call(UPDATING, RolloutEngine.begin_weight_update, version, in_flight=True).result()
-            with self._sending(version):
-                self._transport.send(version, stored, engine)
-            if (checksum := _checksum_of(engine)) is not None:
-                with self._dropped_where_wrong(version):
-                    verify_checksum(checksum, publication)
-            engine.call(UPDATING, RolloutEngine.end_weight_update).result()
+            self._pass(engine, version, (), in_flight=True)
             engine.extend_deadline()
             return time.monotonic() - began
 
@@ -204,35 +207,99 @@ class WeightExchange:
             self._stored.clear()
         self._transport.close()
 
-    def _update_idle(self, engine: RolloutHandle, version: int) -> None:
-        """Update an idle engine. The engine executes its calls in order, so that nothing here waits between them."""
-        publication, stored = self._find(version)
-        with self._routing:
-            engine.leave_router()
-        self._turns.for_update(engine)
+    def _pass(self, engine: RolloutHandle, version: int, beside: Collection[RolloutHandle], *, in_flight: bool) -> None:
+        """Update an engine that is behind, by a pass of another thread or by one of this thread. Failures of other
+        engines are left to their own callers: the pass is repeated without them."""
+        wish, asked_at = (version, in_flight), time.monotonic()
+        with self._lock:
+            self._waiting[engine] = wish
         try:
-            with self._dropped_where_wrong(version):
-                with engine.alone():
-                    begun = engine.call(UPDATING, RolloutEngine.begin_weight_update, version)
-                    try:
-                        with self._sending(version):
-                            self._transport.send(version, stored, engine)
-                    finally:
-                        begun.result()  # if this failed, it explains the other failures
-                    ended = engine.call(UPDATING, RolloutEngine.end_weight_update)
-                    checksum = _checksum_of(engine)
-                    served = engine.call(UPDATING, RolloutEngine.get_weight_version)
-                    ended.result()
-                    if checksum is not None:
-                        verify_checksum(checksum, publication)
-                self._turns.for_rollout(engine)
-                if checksum is None and self._config.fleet.check_weight_update_equal:
-                    verify_log_probs(self._training, engine, self._config)
+            with self._passing:
+                failed: set[RolloutHandle] = set()
+                while not _checked(engine, version, asked_at):
+                    with self._lock:
+                        waiting = [one for one, other in self._waiting.items() if other == wish]
+                    others = [one for one in dict.fromkeys([*waiting, *beside]) if one is not engine]
+                    with ExitStack() as stack:
+                        targets = [engine]
+                        if not in_flight:
+                            stack.enter_context(engine.alone())
+                        for other in others:
+                            if other not in failed and (
+                                in_flight or (other.idle(stack) and (other in waiting or _is_behind(other, version)))
+                            ):
+                                targets.append(other)
+                        try:
+                            self._update(targets, version, in_flight=in_flight)
+                        except TargetsFailed as error:
+                            if engine in error.failures:
+                                raise error.failures[engine] from error
+                            failed |= error.failures.keys()
+        finally:
+            with self._lock:
+                self._waiting.pop(engine, None)
+
+    def _update(self, targets: Sequence[RolloutHandle], version: int, *, in_flight: bool) -> None:
+        """Update engines together, idle ones or, in flight, generating ones. Raises TargetsFailed, and the errors of
+        the publication and the trainer."""
+        publication, stored = self._find(version)
+        if not in_flight:
+            with self._routing:
+                for target in targets:
+                    target.leave_router()
+            self._turns.for_update(targets)
+        checked_at = time.monotonic()
+        begun = call_each(targets, RolloutEngine.begin_weight_update, version, in_flight=in_flight)
+        try:
+            with self._sending(version):
+                self._transport.send(version, stored, targets)
+        finally:
+            results(targets, begun)  # if this failed, it explains the other failures
+        if in_flight:  # before an engine goes on with what it has
+            self._verify_checksums(targets, publication)
+        results(targets, call_each(targets, RolloutEngine.end_weight_update))
+        served = results(targets, call_each(targets, RolloutEngine.get_weight_version))
+        if not in_flight:
+            self._verify_checksums(targets, publication)
+            self._verify_log_probs(targets, publication)
+        for target, reported in zip(targets, served, strict=True):
+            if reported != version:
+                sentence = f"{target.name} reports weight version {reported} after an update to {version}"
+                raise TargetsFailed({target: EngineError(sentence)})
+        if not in_flight:
+            self._turns.for_rollout(targets)
+            self._route(targets, version)
+        for target in targets:
+            target.last_check = (checked_at, version)
+
+    def _verify_checksums(self, targets: Sequence[RolloutHandle], publication: Publication) -> None:
+        """Compare the checksums of what engines hold with the publication's, for engines that report one. Raises as
+        `_dropped_where_wrong` does."""
+        calls = [one.call(UPDATING, RolloutEngine.weights_checksum) for one in targets if one.reports_checksum]
+        for call in calls:
+            with self._dropped_where_wrong(call.engine, publication):
+                verify_checksum(call, publication)
+
+    def _verify_log_probs(self, targets: Sequence[RolloutHandle], publication: Publication) -> None:
+        """Compare log-probs with the trainer's, where that is asked for, for engines that report no checksum. Raises as
+        `_dropped_where_wrong` does."""
+        compared = [one for one in targets if not one.reports_checksum]
+        if compared and self._config.fleet.check_weight_update_equal:
+            self._turns.for_rollout(compared)
+            for target in compared:
+                with self._dropped_where_wrong(target, publication):
+                    verify_log_probs(self._training, target, self._config)
+
+    @contextmanager
+    def _dropped_where_wrong(self, engine: EngineHandle, publication: Publication) -> Iterator[None]:
+        """Where the body raises WeightsDiffer, drop the publication, which is then of no use, and have the engine serve
+        nothing."""
+        try:
+            yield
         except WeightsDiffer:
-            engine.call(UPDATING, RolloutEngine.begin_weight_update, version).result()  # the engine serves nothing
+            self._drop(publication.version)
+            engine.call(UPDATING, RolloutEngine.begin_weight_update, publication.version).result()
             raise
-        if (reported := served.result()) != version:
-            raise EngineError(f"{engine.name} reports weight version {reported} after an update to {version}")
 
     @contextmanager
     def _sending(self, version: int) -> Iterator[None]:
@@ -245,16 +312,6 @@ class WeightExchange:
             if any(isinstance(cause, ObjectLostError) for cause in _causes(error)):
                 self._drop(version)
                 raise self._gone(version) from error
-            raise
-
-    @contextmanager
-    def _dropped_where_wrong(self, version: int) -> Iterator[None]:
-        """Drop the publication if an engine with it has other weights than were published: the publication is then of
-        no use."""
-        try:
-            yield
-        except WeightsDiffer:
-            self._drop(version)
             raise
 
     def _drop(self, version: int) -> None:
@@ -276,28 +333,33 @@ class WeightExchange:
             "publish it again"
         )
 
-    def _route(self, engine: RolloutHandle, version: int) -> None:
-        """Route the engine's requests to all engines that serve this version, and theirs to it."""
+    def _route(self, engines: Sequence[RolloutHandle], version: int) -> None:
+        """Route the requests of engines to all engines that serve this version, and theirs to them."""
         if self._router is None:
             return
         self._router.ensure_alive()
         with self._routing:
-            engine.routed = version
+            for engine in engines:
+                engine.routed = version
             for other in self._rollout:
-                if other is not engine and other.routed is not None and not _serves(other, version):
+                if other.routed != version:
                     other.routed = None
             workers = {one: one.worker for one in self._rollout if one.worker is not None}
             self._router.serve([worker for one, worker in workers.items() if one.routed == version])
-            engine.follow((self._router.url, [worker["url"] for worker in workers.values()]))
+            for engine in engines:
+                engine.follow((self._router.url, [worker["url"] for worker in workers.values()]))
 
 
-def _checksum_of(engine: RolloutHandle) -> Call[str] | None:
-    return engine.call(UPDATING, RolloutEngine.weights_checksum) if engine.reports_checksum else None
+def _checked(engine: RolloutHandle, version: int, since: float) -> bool:
+    """Return whether the engine was found to serve the version after a moment."""
+    checked_at, served_version = engine.last_check
+    return served_version == version and checked_at > since
 
 
-def _serves(engine: RolloutHandle, version: int) -> bool:
+def _is_behind(engine: RolloutHandle, version: int) -> bool:
+    """Return whether an engine lives and serves another version, or none."""
     try:
-        return engine.ask(RolloutEngine.get_weight_version) == version
+        return bool(engine.require_alive()["weight_version"] != version)
     except EngineError:
         return False
 

@@ -1,4 +1,4 @@
-"""Transports of weights to a rollout engine: from a stored copy, or from the trainer while it is at that version.
+"""Transports of weights to rollout engines, all of a pass at once: from a stored copy, or from the trainer itself.
 
 | transport | a publication is | it lasts |
 |---|---|---|
@@ -8,117 +8,169 @@
 | `tensor` between engines that share GPUs, `distributed` | the trainer itself | as long as the trainer is at it |
 """
 
-import threading
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import ray
-
 from cairn.configs.schema.operations import FleetConfig
-from cairn.engines.fleet.calls import Deadline
+from cairn.engines.fleet.calls import Deadline, map_in_threads, wait
+from cairn.engines.fleet.fencing import Method, P, R
 from cairn.engines.fleet.handles import CONTROL, SENDING, UPDATING, Call
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.fleet.training import TrainingHandle
 from cairn.engines.rollout.base import DirectReceiver, RolloutEngine
 from cairn.engines.training.weight_source import WeightSource
-from cairn.engines.types.errors import EngineDied, EngineError, Superseded
+from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, Superseded
 from cairn.engines.weights.layout import Layout, Meeting, Receiver
 
-# Weights by broadcast: the trainer's first rank and all processes of one engine are a process group.
+# Weights by broadcast: the trainer's first rank and all processes of all engines of a pass are one process group.
 #
-# The group persists between updates while both live. A restarted process belongs to no group, and a new group is
-# formed. Every wait ends: if anything fails at one end, both leave the group, and what still waits for the other end
-# fails.
+# The group persists between passes to the same engines while all members live. A restarted process belongs to no group,
+# and a new group is formed. Every wait ends: if anything fails at one end, all leave the group, and what still waits
+# for another end fails.
+
+Targets = Sequence[RolloutHandle]
+"""Engines that have begun an update."""
+
+
+class TargetsFailed(EngineError):
+    """Some engines did not receive the weights of a pass. The others did not receive all of them either."""
+
+    def __init__(self, failures: Mapping[RolloutHandle, EngineError]) -> None:
+        super().__init__("; ".join(f"{engine.name}: {error}" for engine, error in failures.items()))
+        self.failures = failures
 
 
 def _broadcast(
     source: TrainingHandle,
-    target: RolloutHandle,
+    targets: Targets,
     timeout: float,
     group: str | None,
-    open_buckets: Callable[[str, str], Generator[tuple[Layout, Call[None]]]],
+    open_buckets: Callable[[str], Generator[tuple[Layout, Call[None]]]],
 ) -> None:
-    """Broadcast buckets to a target that has begun an update, each within `timeout` seconds. Raises EngineError, and
+    """Broadcast buckets to all targets at once, each within `timeout` seconds. Raises TargetsFailed, EngineError, and
     what `open_buckets` raises.
 
     Args:
         group: concurrency group of the trainer's calls.
-        open_buckets: returns the buckets for a backend and the target's name.
+        open_buckets: returns the buckets for a backend.
     """
-    receiver = target.call(UPDATING, DirectReceiver.receiver).result()
-    backend = "nccl" if source.on_gpu and receiver.on_gpu else "gloo"
-    # After a failure both leave the process group before the buckets are closed. Otherwise the trainer could not end
+    receivers = results(targets, [target.call(UPDATING, DirectReceiver.receiver) for target in targets])
+    backend = "nccl" if source.on_gpu and all(receiver.on_gpu for receiver in receivers) else "gloo"
+    # After a failure all leave the process group before the buckets are closed. Otherwise the trainer could not end
     # its export.
-    with closing(open_buckets(backend, target.name)) as buckets, _leaving_on_failure(source, target, timeout, group):
-        whole = (receiver.group, 1 + receiver.ranks)
-        if source.call(group, WeightSource.group, target.name).result() != whole:
-            _meet(source, target, receiver, backend, timeout, group)
+    with closing(open_buckets(backend)) as buckets, _leaving_on_failure(source, targets, timeout, group):
+        size = 1 + sum(receiver.ranks for receiver in receivers)
+        known = source.call(group, WeightSource.group).result()
+        if known is None or known[1] != size or {receiver.group for receiver in receivers} != {known[0]}:
+            _meet(source, targets, receivers, backend, timeout, group)
         for layout, sending in buckets:
-            _both([target.call(UPDATING, DirectReceiver.receive_weights, layout), sending], timeout)
+            _wait_for([*call_each(targets, DirectReceiver.receive_weights, layout), sending], timeout)
 
 
 @contextmanager
-def _leaving_on_failure(
-    source: TrainingHandle, target: RolloutHandle, timeout: float, group: str | None
-) -> Iterator[None]:
-    """Have both engines leave the group if the body fails. If one of them died, raise its death, even if the other one
+def _leaving_on_failure(source: TrainingHandle, targets: Targets, timeout: float, group: str | None) -> Iterator[None]:
+    """Have all engines leave the group if the body fails. If some of them died, raise their deaths, even if others
     failed first."""
     try:
         yield
     except BaseException as failure:
-        _leave(source, target, timeout, group)
-        if isinstance(failure, EngineError) and not isinstance(failure, EngineDied):
-            for engine in (source, target):
-                try:
-                    engine.health()
-                except EngineDied as died:
-                    raise died from failure
-                except EngineError:
-                    continue  # its error is a consequence of the failure
+        _leave(source, targets, timeout, group)
+        if isinstance(failure, EngineError):
+            with suppress(EngineTimeout):
+                source.health()  # raises its death
+            if died := _deaths(targets):
+                raise TargetsFailed(died) from failure
         raise
 
 
+def _deaths(targets: Targets) -> dict[RolloutHandle, EngineError]:
+    died: dict[RolloutHandle, EngineError] = {}
+
+    def query(target: RolloutHandle) -> None:
+        try:
+            target.health()
+        except EngineDied as error:
+            died[target] = error
+        except EngineError:
+            pass  # its error is a consequence of the failure
+
+    map_in_threads(targets, query)
+    return died
+
+
 def _meet(
-    source: TrainingHandle, target: RolloutHandle, receiver: Receiver, backend: str, timeout: float, group: str | None
+    source: TrainingHandle,
+    targets: Targets,
+    receivers: Sequence[Receiver],
+    backend: str,
+    timeout: float,
+    group: str | None,
 ) -> None:
-    name = f"cairn-{uuid4().hex}"
-    host, port = source.call(group, WeightSource.open_group, target.name, name, timeout).result()
-    size = 1 + receiver.ranks
-    joining = source.call(group, WeightSource.join_group, target.name, size, backend)
-    meeting = Meeting(name, host, port, backend, size, rank=1)
-    _both([joining, target.call(UPDATING, DirectReceiver.join_group, meeting)], timeout)
+    name, rank = f"cairn-{uuid4().hex}", 1
+    host, port = source.call(group, WeightSource.open_group, name, timeout).result()
+    size = 1 + sum(receiver.ranks for receiver in receivers)
+    joining = [source.call(group, WeightSource.join_group, size, backend)]
+    for target, receiver in zip(targets, receivers, strict=True):
+        meeting = Meeting(name, host, port, backend, size, rank)
+        joining.append(target.call(UPDATING, DirectReceiver.join_group, meeting))
+        rank += receiver.ranks
+    _wait_for(joining, timeout)
 
 
-def _leave(source: TrainingHandle, target: RolloutHandle, timeout: float, group: str | None) -> None:
-    """Have both engines leave the group, each as soon as its current call has ended. An engine that does not leave is
+def _leave(source: TrainingHandle, targets: Targets, timeout: float, group: str | None) -> None:
+    """Have all engines leave the group, each as soon as its current call has ended. An engine that does not leave is
     detected and replaced later, as any hung engine is."""
     deadline = Deadline(timeout)
     with suppress(EngineError):
-        source.call(CONTROL, WeightSource.release_group, target.name).result(deadline)
+        source.call(CONTROL, WeightSource.release_group).result(deadline)
     calls: list[Call[None]] = []
     with suppress(EngineError):
-        calls.append(source.call(group, WeightSource.leave_group, target.name))
-    with suppress(EngineError):
-        calls.append(target.call(UPDATING, DirectReceiver.leave_group))
+        calls.append(source.call(group, WeightSource.leave_group))
+    for target in targets:
+        with suppress(EngineError):
+            calls.append(target.call(UPDATING, DirectReceiver.leave_group))
     for call in calls:
         with suppress(EngineError):
             call.result(deadline)
 
 
-def _both(calls: Sequence[Call[None]], timeout: float) -> None:
-    """Wait for both calls. As soon as one of them fails, raise its error."""
+def call_each(targets: Targets, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> list[Call[R]]:
+    """Send every target the same call; Ray stores large arguments once."""
+    return [target.call(UPDATING, method, *args, **kwargs) for target in targets]
+
+
+def _wait_for(calls: Sequence[Call[None]], timeout: float) -> None:
+    """Wait for all calls. As soon as one of them fails, raise its error: TargetsFailed for the call of a target."""
     deadline = Deadline(timeout)
-    left = list(calls)
+    left = {call.ref: call for call in calls}
     while left:
-        ended, _ = ray.wait([call.ref for call in left], timeout=deadline.remaining)
-        for call in list(left):
-            if call.ref in ended or not ended:
+        ended, _ = wait(list(left), deadline.remaining)
+        for ref in ended or list(left):
+            call = left.pop(ref)
+            try:
                 call.result(deadline)
-                left.remove(call)
+            except EngineError as error:
+                if isinstance(call.engine, RolloutHandle):
+                    raise TargetsFailed({call.engine: error}) from error
+                raise
+
+
+def results(targets: Targets, calls: Sequence[Call[R]], deadline: Deadline | None = None) -> list[R]:
+    """Return the results of the calls of all targets. Raises TargetsFailed."""
+    results: list[R] = []
+    failures: dict[RolloutHandle, EngineError] = {}
+    for target, call in zip(targets, calls, strict=True):
+        try:
+            results.append(call.result(deadline))
+        except EngineError as error:
+            failures[target] = error
+    if failures:
+        raise TargetsFailed(failures)
+    return results
 
 
 class Transport:
@@ -128,8 +180,9 @@ class Transport:
         """Store the trainer's weights; return what `send` needs. Raises WrongVersion if the trainer is at another
         version."""
 
-    def send(self, version: int, stored: Any, target: RolloutHandle) -> None:
-        """Send all weights of a version to a target that has begun an update. Raises EngineError."""
+    def send(self, version: int, stored: Any, targets: Targets) -> None:
+        """Send all weights of a version, once, to all targets. Raises TargetsFailed where targets failed, and
+        EngineError where the trainer did."""
         raise NotImplementedError
 
     def holds(self, version: int) -> bool:
@@ -176,31 +229,26 @@ class Buckets(Transport):
         with closing(self._source.export_weights(version, self._bucket_bytes)) as buckets:
             return list(buckets)
 
-    def send(self, version: int, stored: Any, target: RolloutHandle) -> None:
-        """Send all buckets. The next bucket travels to the engine's machine while the last one is loaded."""
+    def send(self, version: int, stored: Any, targets: Targets) -> None:
+        """Send all buckets. The next bucket travels to the engines' machines while the last one is loaded."""
         calls: list[Call[None]] = []
         for bucket in stored:
-            calls.append(target.call(UPDATING, RolloutEngine.update_weights, bucket))
-            if len(calls) > 1:
-                calls.pop(0).result()
-        for call in calls:
-            call.result()
+            earlier, calls = calls, call_each(targets, RolloutEngine.update_weights, bucket)
+            results(targets[: len(earlier)], earlier)
+        results(targets[: len(calls)], calls)
 
 
 class CopiedBroadcasts(Buckets):
-    """Transport in Ray's object store, and from there in a process group of the trainer's first rank and the engine,
+    """Transport in Ray's object store, and from there in a process group of the trainer's first rank and the engines,
     while the trainer continues its work."""
 
     def __init__(self, source: TrainingHandle, bucket_bytes: int, timeout: float) -> None:
         super().__init__(source, bucket_bytes)
         self._timeout = timeout
-        self._sending = threading.Lock()
 
-    def send(self, version: int, stored: Any, target: RolloutHandle) -> None:
-        with self._sending:
-            self._source.ensure_alive()  # a publication outlives the trainer's process, which sends it
-            buckets = partial(self._source.broadcast_copies, stored)
-            _broadcast(self._source, target, self._timeout, SENDING, buckets)
+    def send(self, version: int, stored: Any, targets: Targets) -> None:
+        self._source.ensure_alive()  # a publication outlives the trainer's process, which sends it
+        _broadcast(self._source, targets, self._timeout, SENDING, partial(self._source.broadcast_copies, stored))
 
 
 class Folders(Transport):
@@ -218,9 +266,9 @@ class Folders(Transport):
         self._source.export_hf(version, folder)
         return folder
 
-    def send(self, version: int, stored: Any, target: RolloutHandle) -> None:
-        call = target.call(UPDATING, RolloutEngine.update_weights_from_disk, stored)
-        call.result(Deadline(self._load_timeout))
+    def send(self, version: int, stored: Any, targets: Targets) -> None:
+        calls = call_each(targets, RolloutEngine.update_weights_from_disk, stored)
+        results(targets, calls, Deadline(self._load_timeout))
 
     def keep(self, versions: Collection[int]) -> None:
         """Remove all other folders, those of killed drivers included."""
@@ -234,11 +282,10 @@ class Folders(Transport):
 
 
 class _FromTrainer(Transport):
-    """Transport in which the trainer sends its own weights, to one engine at a time."""
+    """Transport in which the trainer sends its own weights."""
 
     def __init__(self, source: TrainingHandle) -> None:
         self._source = source
-        self._sending = threading.Lock()
 
     def holds(self, version: int) -> bool:
         try:
@@ -248,32 +295,33 @@ class _FromTrainer(Transport):
 
 
 class Broadcasts(_FromTrainer):
-    """Transport in a process group of the trainer and the engine."""
+    """Transport in one process group of the trainer's first rank and all engines."""
 
     def __init__(self, source: TrainingHandle, bucket_bytes: int, timeout: float) -> None:
         super().__init__(source)
         self._bucket_bytes, self._timeout = bucket_bytes, timeout
 
-    def send(self, version: int, stored: Any, target: RolloutHandle) -> None:
-        with self._sending:
-            buckets = partial(self._source.broadcast_weights, version, self._bucket_bytes)
-            _broadcast(self._source, target, self._timeout, None, buckets)
+    def send(self, version: int, stored: Any, targets: Targets) -> None:
+        buckets = partial(self._source.broadcast_weights, version, self._bucket_bytes)
+        _broadcast(self._source, targets, self._timeout, None, buckets)
 
 
 class Handles(_FromTrainer):
     """Transport in the memory of GPUs that training and rollout share: each tensor-parallel rank of a server maps the
-    copy of the training rank on its GPU."""
+    copy of the training rank on its GPU. One export serves the engines of all ranks."""
 
     def __init__(self, source: TrainingHandle, bucket_bytes: int) -> None:
         super().__init__(source)
         self._bucket_bytes = bucket_bytes
 
-    def send(self, version: int, stored: Any, target: RolloutHandle) -> None:
-        with self._sending, closing(self._source.share_weights(version, self._bucket_bytes)) as buckets:
+    def send(self, version: int, stored: Any, targets: Targets) -> None:
+        with closing(self._source.share_weights(version, self._bucket_bytes)) as buckets:
             for shared in buckets:
-                names = shared[0][0]
-                handles = [shared[rank][1] for rank in target.ranks]
-                target.call(UPDATING, DirectReceiver.map_weights, names, handles).result()
+                calls = []
+                for target in targets:
+                    handles = [shared[rank][1] for rank in target.ranks]
+                    calls.append(target.call(UPDATING, DirectReceiver.map_weights, shared[0][0], handles))
+                results(targets, calls)
 
 
 def _folder_name(version: int) -> str:

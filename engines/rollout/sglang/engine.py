@@ -26,6 +26,9 @@ from cairn.engines.types.types import Completion, GenerateRequest, Stream
 from cairn.engines.weights.fp8 import Fp8Weights
 from cairn.storage.records import Environment
 
+COMPILATION = 300.0
+"""Seconds from its start in which a server on GPUs may compile kernels for its first batches, and be silent."""
+
 
 class ServerStream:
     """A `Stream` of requests to SGLang's servers.
@@ -131,12 +134,13 @@ class SGLangEngine(ServerWeights):
         """Whether samples are paused until the update of the weights has ended."""
         self._loads = Loads(self.server.url)
         self._hung: str | None = None
+        first_wait = config.rollout_health_check_first_wait
         self._watch = Watch(
             self.server.url,
             config.rollout_health_check_interval,
             config.rollout_health_check_timeout,
             self._end_hung_server,
-            first_wait=config.rollout_health_check_first_wait,
+            first_wait=(0 if device == "cpu" else COMPILATION) if first_wait is None else first_wait,
         )
 
     def open(self) -> Stream:

@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from cairn.engines.processes.libraries import environment as library_environment
 from cairn.engines.processes.syntax import parsed
 from cairn.engines.types.errors import EngineError
 
@@ -216,10 +217,16 @@ class Installation:
                 words += [_flag(name), *map(str, value if isinstance(value, list | tuple) else [value])]
         return words
 
-    def environment(self, *, on_cpu: bool, num_threads: int) -> dict[str, str]:
+    def environment(self, *, on_cpu: bool, num_threads: int, variables: Mapping[str, str]) -> dict[str, str]:
         """Return the environment variables of a server's process: this process's variables, without those that change
-        what it computes, which belongs in the configuration. Raises SGLangMissing where `cpu/` does not fit."""
-        environment = {name: value for name, value in os.environ.items() if _is_inherited(name)}
+        what it computes, which belongs in the configuration, and those that its libraries need. Raises SGLangMissing
+        where `cpu/` does not fit.
+
+        Args:
+            variables: `rollout.sglang_env_vars`.
+        """
+        inherited = {name: value for name, value in os.environ.items() if _is_inherited(name)}
+        environment = library_environment("sglang", inherited, variables)
         environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(num_threads)}
         if on_cpu:
             if self.version != TESTED_VERSION:
@@ -231,8 +238,6 @@ class Installation:
             # Routers of experts are compiled for a GPU. On a CPU compilation takes longer than a server may be silent
             # for.
             environment["TORCHDYNAMO_DISABLE"] = "1"
-        # A router requests /health at any time. If that generated a token, it would disturb an update of the weights.
-        environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
         return environment
 
 

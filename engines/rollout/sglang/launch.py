@@ -104,7 +104,8 @@ def launch(
         "host": place.host,
         "port": port,
         "skip_tokenizer_init": not config.rollout_stop,
-        "skip_server_warmup": True,
+        # On a GPU the first batches compile kernels: a first request does it before the server counts as ready.
+        "skip_server_warmup": device == "cpu" or plan.worker_type != "regular",
         "weight_version": "0",
         "uvicorn_access_log_exclude_prefixes": POLLED,
         "disaggregation_bootstrap_port": bootstrap_port,
@@ -115,7 +116,9 @@ def launch(
         options.setdefault("nccl_port", free_port())
     if plan.nnodes > 1:
         options |= {"nnodes": plan.nnodes, "node_rank": place.node_rank, "dist_init_addr": place.dist_init_addr}
-    environment = installation.environment(on_cpu=device == "cpu", num_threads=config.num_threads)
+    environment = installation.environment(
+        on_cpu=device == "cpu", num_threads=config.num_threads, variables=config.sglang_env_vars
+    )
     ranks = options.get("tp_size", 1)
     if device == "cpu" and ranks > 1:  # else SGLang wants a NUMA node for each
         cores = [str(rank % (os.cpu_count() or 1)) for rank in range(ranks)]

@@ -63,7 +63,7 @@ class Router:
         port, metrics_port = free_port(host), free_port(host)
         addresses = {"host": host, "port": port, "prometheus_host": host, "prometheus_port": metrics_port}
         command = [str(installation.python), str(PROGRAM), json.dumps({**DEFAULTS, **options, **addresses})]
-        environment = installation.environment(on_cpu=False, num_threads=1)
+        environment = installation.environment(on_cpu=False, num_threads=1, variables={})
         self.process = Server(command, environment, port, log, host=host, name="router", ready=READY)
         self.process.wait_ready(start_timeout)
         self._http = httpx.Client(base_url=self.url, timeout=_CONTROL_TIMEOUT, trust_env=False)

@@ -12,6 +12,7 @@ from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.models.folders import eos_token_ids, load_causal_lm
 from cairn.engines.models.published import published_parts, published_weights, saved_tensors
 from cairn.engines.processes.fingerprint import TORCH, engine_environment
+from cairn.engines.processes.numa import bind_beside_gpu
 from cairn.engines.rollout.admission import Occupancy
 from cairn.engines.rollout.plan import EnginePlan, Place
 from cairn.engines.rollout.transformers import checks
@@ -93,6 +94,8 @@ class TransformersEngine:
 
     def __init__(self, model_path: str, config: RolloutConfig, device: str = "cpu") -> None:
         torch.set_num_threads(config.num_threads)
+        if device != "cpu":
+            bind_beside_gpu()
         self._model_path = model_path
         self._model = load_causal_lm(model_path, getattr(torch, config.dtype), device).requires_grad_(False)
         self._decoder = Decoder(self._model, config.max_running_requests)

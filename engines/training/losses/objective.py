@@ -12,11 +12,11 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.collate import Tokens, require_field
 from cairn.engines.training.corrections import Correction
 from cairn.engines.training.limits import bounded
-from cairn.engines.training.log_probs import entropy, policy_log_probs
 from cairn.engines.training.losses.forward_kl_topk import forward_kl
 from cairn.engines.training.losses.kl import kl_divergence
 from cairn.engines.training.needs import is_policy_gradient
 from cairn.engines.training.protocol import LARGEST, Loss
+from cairn.engines.training.vocabulary import WHOLE, Part, Softmax, evaluate
 
 
 def masked(log_probs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig) -> torch.Tensor:
@@ -86,29 +86,35 @@ Metrics = dict[str, torch.Tensor]
 
 
 def objective(
-    logits: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig, temperature: float
+    logits: torch.Tensor,
+    tokens: Tokens,
+    algorithm: AlgorithmConfig,
+    temperature: float,
+    part: Part = WHOLE,
+    rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
     """Return this micro-batch's share of the loss (a differentiable scalar) and of every metric (detached scalars).
 
+    The backward pass overwrites the logits (`cairn.engines.training.vocabulary`).
+
     Args:
-        logits: [T, V], at the positions that predict the trained tokens.
+        logits: [T, V / ranks], at the positions that predict the trained tokens.
         tokens: the T trained tokens.
         temperature: divisor of the logits, as in the rollout.
+        part: part of the vocabulary that this rank has.
+        rows: [T] int64, where there are logits of further positions: the rows of the trained tokens.
     """
-    logits, normalizer, log_probs = policy_log_probs(logits, tokens.targets, tokens.kept, temperature)
+    softmax = Softmax(temperature, tokens.kept, rows, part)
+    found = evaluate(logits, tokens.targets, softmax, entropy=is_policy_gradient(algorithm), ids=tokens.teacher_top_ids)
     if tokens.teacher_top_ids is not None:
-        top = logits.gather(-1, tokens.teacher_top_ids) - normalizer.unsqueeze(-1)
-        tokens = replace(tokens, top_log_probs=top)
-    entropies = None
-    if is_policy_gradient(algorithm):
-        entropies = entropy(logits, normalizer, differentiable=algorithm.entropy_coef > 0)
-    return loss_and_metrics(log_probs, entropies, tokens, algorithm)
+        tokens = replace(tokens, top_log_probs=found.at_ids)
+    return loss_and_metrics(found.log_probs, found.entropies, tokens, algorithm)
 
 
 def loss_and_metrics(
     log_probs: torch.Tensor, entropies: torch.Tensor | None, tokens: Tokens, algorithm: AlgorithmConfig
 ) -> tuple[torch.Tensor, Metrics]:
-    """Return the same as `objective`, for an engine that computes log-probs and entropies from its own logits.
+    """Return the same as `objective`, from log-probs and entropies.
 
     Args:
         log_probs: [T], of the trained tokens.

@@ -1,13 +1,14 @@
 """Differences between GPU and CPU; everything else of the engine is the same on both."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from cairn.engines.training.megatron.cpu import TESTED_VERSION
+from cairn.engines.training.megatron.fusions import fusions_on_gpu
 from cairn.engines.types.errors import EngineError
 
 
@@ -23,8 +24,9 @@ class Backend:
     Parameters have Transformer Engine's names on every device, so checkpoints, conversion and sync do not differ."""
     norm: type
     """Module of a norm that is not merged into a linear layer."""
-    overrides: dict[str, Any] = field(default_factory=dict)
-    """Fields of TransformerConfig that this device needs."""
+    overrides: Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
+    """Fields of TransformerConfig that this device needs; arguments as in
+    `cairn.engines.training.megatron.fusions.fusions_on_gpu`."""
 
 
 def backend_for(device: torch.device) -> Backend:
@@ -43,6 +45,15 @@ def _cpu() -> Backend:
     from cairn.engines.training.megatron import cpu
 
     cpu.install()
+    return without_transformer_engine(torch.device("cpu"), "gloo", use_cpu_initialization=True)
+
+
+def without_transformer_engine(device: torch.device, process_group: str, **overrides: Any) -> Backend:
+    """Return a backend whose layers consist of PyTorch's modules.
+
+    Args:
+        overrides: further fields of TransformerConfig.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 
     from cairn.engines.training.megatron.cpu_modules import CpuSpecProvider, Norm, layer_spec
@@ -55,15 +66,15 @@ def _cpu() -> Backend:
 
     fusions = ("bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion", "apply_rope_fusion")
     return Backend(
-        device=torch.device("cpu"),
-        process_group="gloo",
+        device=device,
+        process_group=process_group,
         layer_spec=spec,
         norm=Norm,
-        overrides={
+        overrides=lambda *_: {
             **dict.fromkeys(fusions, False),
             "gradient_accumulation_fusion": False,
             "persist_layer_norm": False,
-            "use_cpu_initialization": True,
+            **overrides,
         },
     )
 
@@ -80,4 +91,4 @@ def _gpu(device: torch.device) -> Backend:
             multi_latent_attention=config.multi_latent_attention,
         )
 
-    return Backend(device=device, process_group="nccl", layer_spec=spec, norm=TENorm)
+    return Backend(device=device, process_group="nccl", layer_spec=spec, norm=TENorm, overrides=fusions_on_gpu)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from pydantic import Field
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -47,6 +49,7 @@ from cairn.engines.training.checkpoint import (
 )
 from cairn.engines.training.megatron.learner import MegatronLearner, Reference
 from cairn.engines.training.megatron.metadata import METADATA, TENSORS, read_metadata, remove_write_ids, write_folder
+from cairn.engines.training.megatron.parameter_state import parameter_state
 from cairn.engines.training.megatron.state import own_loaded_state
 from cairn.engines.training.sharding import raise_together, raising_together
 from cairn.engines.types.errors import EngineError
@@ -418,6 +421,9 @@ def _sharded_state(learner: MegatronLearner, *, loading: bool) -> dict[str, Any]
     # A checkpoint stores all layers' tensors of a kind as one tensor, which must be complete. With frozen ones it is
     # not.
     of_moments = sharded_weights(learner.chunks, non_homogeneous_layers=True) if learner.state.frozen else state
+    for part in learner.optimizer.chained_optimizers:
+        if isinstance(part, DistributedOptimizer):
+            part.get_parameter_state_dp_zero = partial(parameter_state, part)
     optimizer = learner.optimizer.sharded_state_dict(of_moments, is_loading=loading, metadata=dict(_METADATA))
     return {**state, "optimizer": optimizer}
 

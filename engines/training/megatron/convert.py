@@ -18,6 +18,7 @@ import re
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.training.megatron.backend import backend_for
 from cairn.engines.training.megatron.checkpoint import fill, load_weights, read_tensors, sharded_weights
-from cairn.engines.training.megatron.folder import write_model_folder
+from cairn.engines.training.megatron.folder import FILE_BYTES, write_model_folder
+from cairn.engines.training.megatron.gathering import Replica, gather
 from cairn.engines.training.megatron.metadata import METADATA, TENSORS, read_metadata, write_folder
 from cairn.engines.training.megatron.model import join_groups, load_model
-from cairn.engines.training.megatron.weights import Ownership, gather
 from cairn.engines.training.process import join_process_group
 from cairn.engines.types.errors import BadModel
 from cairn.storage.store.canonical import from_json
@@ -192,6 +193,13 @@ def _whole_model(model: Path, target: Path, dtype: str, device: torch.device) ->
     join_groups(training)
     actor = load_model(model, training, backend_for(device), trained=False)
     yield actor.chunks
-    ownership = Ownership.agree(actor.parameters)
-    weights = gather(actor.parameters, ownership, actor.config.params_dtype, device, torch.Tensor.detach)
+    buckets = gather(
+        actor.parameters,
+        Replica.agree(actor.parameters),
+        actor.config.params_dtype,
+        device,
+        torch.Tensor.detach,
+        FILE_BYTES,
+    )
+    weights = chain.from_iterable(bucket.on_host().items() for bucket in buckets)
     write_model_folder(model, weights, target, dtype=actor.config.params_dtype, write=True)

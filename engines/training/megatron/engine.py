@@ -1,53 +1,44 @@
 """Production training engine: megatron-core, with every parallelism it has."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    vocab_parallel_cross_entropy,
-)
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.processes.fingerprint import MEGATRON
 from cairn.engines.training.batching import MicroBatch, pack_micro_batches
-from cairn.engines.training.checkpoint import in_buckets
 from cairn.engines.training.collate import Tokens
 from cairn.engines.training.exactly_once import ExactlyOnceEngine, untrained_models
-from cairn.engines.training.log_probs import IMPOSSIBLE_LOGIT, mask_outside_support, top_rows
-from cairn.engines.training.losses.objective import Metrics, loss_and_metrics
+from cairn.engines.training.losses.objective import Metrics, objective
 from cairn.engines.training.losses.value import value_objective
 from cairn.engines.training.megatron import checkpoint
 from cairn.engines.training.megatron.backend import backend_for
-from cairn.engines.training.megatron.folder import write_model_folder
+from cairn.engines.training.megatron.folder import FILE_BYTES, write_model_folder
 from cairn.engines.training.megatron.learner import MegatronLearner, Reference
 from cairn.engines.training.megatron.model import join_groups, load_model, read_values
 from cairn.engines.training.megatron.packing import padded_length
 from cairn.engines.training.megatron.passes import Passes
 from cairn.engines.training.megatron.state import Memory
-from cairn.engines.training.needs import has_critic, is_policy_gradient, teacher_top_k
+from cairn.engines.training.needs import has_critic, teacher_top_k
 from cairn.engines.training.process import join_process_group, prepare_process
 from cairn.engines.training.sharding import raising_together
 from cairn.engines.training.top_k import row_shape
+from cairn.engines.training.vocabulary import Part, Softmax, read_log_probs
+from cairn.engines.weights.buckets import Bucket
 from cairn.engines.weights.checksum import digest
 from cairn.storage.store.store import Store, StoredFile
 
 
 class Policy:
-    """Loss and log-probs of the policy, where each tensor-parallel rank has the logits of a part of the vocabulary.
-
-    The logits are divided by the rollout's temperature. Padding of the vocabulary and tokens outside the sampling
-    support do not count.
-    """
+    """Loss and log-probs of the policy, where each tensor-parallel rank has the logits of a part of the vocabulary."""
 
     def __init__(self, vocabulary: int, temperature: float) -> None:
         self._vocabulary, self._temperature = vocabulary, temperature
@@ -56,115 +47,25 @@ class Policy:
         self, outputs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig
     ) -> tuple[torch.Tensor, Metrics]:
         """Return the same as `cairn.engines.training.losses.objective.objective`."""
-        logits = self._logits(outputs, tokens)
-        if tokens.teacher_top_ids is not None:
-            tokens = replace(tokens, top_log_probs=log_probs_at(logits, tokens.teacher_top_ids))
-        entropies = None
-        if is_policy_gradient(algorithm):
-            entropies = entropy_of(logits, differentiable=algorithm.entropy_coef > 0)
-        return loss_and_metrics(log_probs_of(logits, tokens.targets), entropies, tokens, algorithm)
+        return objective(outputs, tokens, algorithm, self._temperature, self._part(outputs), tokens.positions)
 
     def read(self, outputs: torch.Tensor, tokens: Tokens, top_k: int = 0) -> torch.Tensor:
-        """Return [N] log-probs of the tokens.
+        """Return the same as `cairn.engines.training.vocabulary.read_log_probs`."""
+        softmax = Softmax(self._temperature, tokens.kept, tokens.positions, self._part(outputs))
+        return read_log_probs(outputs, tokens.targets, softmax, top_k)
 
-        With `top_k`, return rows with the most probable tokens too (`cairn.engines.training.log_probs.top_rows`).
-        """
-        logits = self._logits(outputs, tokens)
-        log_probs = log_probs_of(logits, tokens.targets)
-        return top_rows(log_probs, *most_probable(logits, top_k)) if top_k else log_probs
-
-    def _logits(self, outputs: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        logits = mask_vocabulary_padding(outputs / self._temperature, self._vocabulary)
-        return mask_outside_support(logits, tokens.kept, _first_token(logits))
-
-
-def mask_vocabulary_padding(logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Return [N, V / ranks] logits in which tokens beyond the model's vocabulary are impossible."""
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
-    width = logits.shape[-1]
-    if width * ranks == vocabulary:
-        return logits
-    first = _first_token(logits)
-    filling = torch.arange(first, first + width, device=logits.device) >= vocabulary
-    return logits.masked_fill(filling, IMPOSSIBLE_LOGIT)
+    def _part(self, outputs: torch.Tensor) -> Part:
+        group = parallel_state.get_tensor_model_parallel_group()
+        return Part(
+            first=dist.get_rank(group) * outputs.shape[-1],
+            size=self._vocabulary,
+            group=group if dist.get_world_size(group) > 1 else None,
+        )
 
 
-def log_probs_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the [N] log-probability of each target, the same on all tensor-parallel ranks.
-
-    This uses Megatron's unfused cross-entropy, which overwrites its input. The fused one rounds its gradient to
-    bfloat16.
-
-    Args:
-        logits: [N, V / ranks] float32.
-        targets: [N] int64.
-    """
-    return -vocab_parallel_cross_entropy(logits.clone(), targets)
-
-
-def entropy_of(logits: torch.Tensor, *, differentiable: bool) -> torch.Tensor:
-    """Return [N] entropies of the next-token distributions, in nats.
-
-    The entropy is the log-sum-exp of the logits minus the expected logit.
-
-    Args:
-        logits: [N, V / ranks] float32.
-    """
-    shifted, normalizer = _normalized(logits if differentiable else logits.detach())
-    probabilities = (shifted - copy_to_tensor_model_parallel_region(normalizer).unsqueeze(-1)).exp()
-    return normalizer - reduce_from_tensor_model_parallel_region((probabilities * shifted).sum(-1))
-
-
-def log_probs_at(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return [N, k] log-probabilities of several tokens at each position, the same on all tensor-parallel ranks.
-
-    Args:
-        logits: [N, V / ranks] float32.
-        ids: [N, k] int64.
-    """
-    shifted, normalizer = _normalized(logits)
-    width = logits.shape[-1]
-    places = ids - _first_token(logits)
-    elsewhere = (places < 0) | (places >= width)
-    own = shifted.gather(-1, places.clamp(0, width - 1)).masked_fill(elsewhere, 0)
-    return reduce_from_tensor_model_parallel_region(own) - normalizer.unsqueeze(-1)
-
-
-@torch.no_grad()
-def most_probable(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [N, k] log-probabilities and [N, k] int64 ids of the k most probable tokens, from the most probable on.
-
-    They are the k largest among each rank's k largest, so they are the same on all tensor-parallel ranks.
-
-    Args:
-        logits: [N, V / ranks] float32.
-    """
-    shifted, normalizer = _normalized(logits)
-    own = shifted.topk(min(k, logits.shape[-1]))
-    values, ids = _all_ranks(own.values), _all_ranks(own.indices + _first_token(logits))
-    top = values.topk(k)
-    return top.values - normalizer.unsqueeze(-1), ids.gather(-1, top.indices)
-
-
-def _normalized(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [N, V / ranks] logits minus the largest of their position, and [N] the log-sum-exp of these over all
-    ranks."""
-    highest = logits.detach().max(-1).values
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group=parallel_state.get_tensor_model_parallel_group())
-    shifted = logits - highest.unsqueeze(-1)
-    return shifted, reduce_from_tensor_model_parallel_region(shifted.exp().sum(-1)).log()
-
-
-def _first_token(logits: torch.Tensor) -> int:
-    """Return the token id of this rank's first logit."""
-    return int(parallel_state.get_tensor_model_parallel_rank()) * logits.shape[-1]
-
-
-def _all_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Return [N, ranks × columns], concatenated from [N, columns] of each tensor-parallel rank."""
-    parts = [torch.empty_like(values) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
-    dist.all_gather(parts, values.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-    return torch.cat(parts, -1)
+def objective_of_values(outputs: torch.Tensor, tokens: Tokens, value_clip: float) -> tuple[torch.Tensor, Metrics]:
+    """Return the same as `cairn.engines.training.losses.value.value_objective`, from the values of all tokens."""
+    return value_objective(outputs.index_select(0, tokens.positions), tokens, value_clip)
 
 
 class MegatronEngine(ExactlyOnceEngine):
@@ -213,7 +114,7 @@ class MegatronEngine(ExactlyOnceEngine):
         self._scorers = {"actor": self._actor.score}
         if has_critic(algorithm):
             critic = load_model(Path(model.critic_path or model.path), training, backend, critic=True)
-            value = partial(value_objective, value_clip=algorithm.value_clip)
+            value = partial(objective_of_values, value_clip=algorithm.value_clip)
             self._learners["critic"] = MegatronLearner(critic, value, read_values, training.of_critic, "critic.")
             self._scorers["critic"] = self._learners["critic"].score
         self._frozen: list[torch.Tensor] = []
@@ -230,13 +131,14 @@ class MegatronEngine(ExactlyOnceEngine):
             reading = partial(Policy(frozen.vocabulary, temperature).read, top_k=top_k)
             self._scorers[role] = partial(passes.score_responses, reading=reading, shape=row_shape(top_k))
 
-    def export_weights(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    def export_weights(self, bucket_bytes: int, *, on_device: bool = False) -> Iterator[Bucket]:
         self._require_intact()
-        yield from in_buckets(self._actor.state.gather_weights(self._dtype), bucket_bytes)
+        for bucket in self._actor.state.gather_weights(self._dtype, bucket_bytes):
+            yield bucket if on_device else bucket.on_host()
 
-    def export_on_device(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    def export_on_device(self, bucket_bytes: int) -> Iterator[Bucket]:
         self._require_intact()
-        yield from in_buckets(self._actor.state.gather_weights(self._dtype, everywhere=True), bucket_bytes)
+        yield from self._actor.state.gather_weights(self._dtype, bucket_bytes, everywhere=True)
 
     def weights_checksum(self, dtype: Literal["float32", "bfloat16"] = "float32") -> str:
         self._require_ready()
@@ -244,7 +146,7 @@ class MegatronEngine(ExactlyOnceEngine):
 
     def export_hf(self, folder: Path) -> None:
         self._require_intact()
-        weights = self._actor.state.gather_weights(self._dtype)
+        weights = chain.from_iterable(bucket.items() for bucket in self.export_weights(FILE_BYTES))
         write_model_folder(self._folder, weights, folder, dtype=self._dtype, write=self._rank == 0)
 
     def save(self, store: Store, folder: str) -> list[StoredFile]:

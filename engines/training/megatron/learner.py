@@ -93,6 +93,10 @@ class MegatronLearner:
             self._balance.forget()
         return self._passes.accumulate_gradients(batch, micro_batches, weights, self._objective)
 
+    def gradients(self) -> Iterator[torch.Tensor]:
+        for chunk in self._wrapped:
+            yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+
     def grad_norm(self) -> float:
         overflowed = self.optimizer.prepare_grads()
         self._norm = math.inf if overflowed else float(self.optimizer.get_grad_norm())

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.activations import quick_gelu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -31,6 +31,7 @@ from transformers import PretrainedConfig
 
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.models.folders import check_model_folder
+from cairn.engines.training.collate import Tokens
 from cairn.engines.training.megatron.backend import Backend
 from cairn.engines.training.megatron.delta_net import delta_net_spec
 from cairn.engines.training.megatron.families import family_of
@@ -133,9 +134,9 @@ class ValueHead(torch.nn.Linear):
         return values, None
 
 
-def read_values(outputs: torch.Tensor, _: object) -> torch.Tensor:
-    """Return [N] values from [N, 1] outputs."""
-    return outputs.squeeze(-1)
+def read_values(outputs: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    """Return [N] values of the tokens, from [T, 1] outputs."""
+    return outputs.squeeze(-1).index_select(0, tokens.positions).float()
 
 
 _GROUP_SIZES = (
@@ -164,7 +165,11 @@ def join_groups(training: TrainingConfig) -> None:
     leave_groups()
     sizes = {name: training.megatron[name] for name in _GROUP_SIZES if training.megatron.get(name) is not None}
     # Copies of the groups over gloo would serve only Megatron's own checkpoints.
-    parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        **sizes,
+        distributed_timeout_minutes=training.distributed_timeout_minutes,
+        create_gloo_process_groups=False,
+    )
     # Only dropout and initialisation use the seed. Neither happens, but Megatron requires a seed.
     tensor_parallel.model_parallel_cuda_manual_seed(0, force_reset_rng=True)
 
@@ -188,7 +193,7 @@ def transformer_config(
     options = options_of("transformer", training.megatron)
     fields: dict[str, Any] = {
         **family.transformer(hf),
-        **backend.overrides,
+        **backend.overrides(family.transformer(hf), family.model(hf), training.megatron),
         "bf16": dtype is torch.bfloat16,
         "deterministic_mode": training.deterministic_mode and backend.device.type != "cpu",
         "params_dtype": dtype,

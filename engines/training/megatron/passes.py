@@ -20,15 +20,15 @@ from cairn.engines.training.protocol import merge, merge_over_ranks, numbers
 from cairn.engines.types.types import TrainBatch
 
 Objective = Callable[[torch.Tensor, Tokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""([N, outputs / ranks] float32 of the output layer at the trained tokens, the tokens) → this micro-batch's share of
-the loss and of every metric."""
+"""([T, outputs / ranks] of the output layer at all of this rank's tokens, the trained tokens, whose `positions` are
+rows of it) → this micro-batch's share of the loss and of every metric."""
 
 Reading = Callable[[torch.Tensor, Tokens], torch.Tensor]
-"""([N, outputs / ranks] float32 of the output layer at the chosen tokens, the tokens) → [N], or [N, columns], the
-same on all tensor-parallel ranks."""
+"""([T, outputs / ranks] of the output layer at all of this rank's tokens, the chosen tokens, whose `positions` are rows
+of it) → [N], or [N, columns], the same on all tensor-parallel ranks."""
 
 OnOutputs = Callable[[torch.Tensor, Packed, MicroBatch], tuple[torch.Tensor, Any]]
-"""([N, outputs / ranks] float32 at the chosen tokens, micro-batch) → loss, and a result to collect."""
+"""([T, outputs / ranks] of all tokens, micro-batch) → loss, and a result to collect."""
 
 
 class Passes:
@@ -50,6 +50,8 @@ class Passes:
         """
         self._replay, self._balance = replay, balance
         self._chunks, self._device = list(chunks), device
+        self._own_format = {"fp32_output": False} if config.bf16 else {}
+        """Lets Megatron's wrapper of a bfloat16 model return outputs as they are; float32 is a second, larger copy."""
         context = parallel_state.get_context_parallel_world_size()
         cut = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
         self.alignment = cut * (2 * context if context > 1 else 1)
@@ -145,6 +147,7 @@ class Passes:
                     input_ids=packed.input_ids,
                     position_ids=None,
                     attention_mask=None,
+                    **self._own_format,
                     packed_seq_params=PackedSeqParams(
                         qkv_format="thd",
                         cu_seqlens_q=packed.ends,
@@ -157,8 +160,8 @@ class Passes:
                 )
 
             def loss_of(outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-                chosen = outputs[0].index_select(0, packed.tokens.positions).float()
-                loss, results = on_outputs(chosen, packed, micro_batch)
+                # A view whose gradient is a view too: an index would allocate a gradient of all outputs.
+                loss, results = on_outputs(outputs.squeeze(0), packed, micro_batch)
                 return loss, torch.zeros((), dtype=torch.int, device=loss.device), results  # 0: nothing to divide by
 
             return output, loss_of

@@ -10,9 +10,11 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.nn import functional
 
+from cairn.engines.training.megatron.gathering import Replica, gather
 from cairn.engines.training.megatron.model import replicas
-from cairn.engines.training.megatron.weights import Block, Ownership, Parameter, gather
+from cairn.engines.training.megatron.weights import Block, Ownership, Parameter
 from cairn.engines.training.optimizer import MOMENTS
+from cairn.engines.weights.buckets import Bucket
 from cairn.engines.weights.checksum import digest, fingerprint
 
 # Fingerprints of a training state that Megatron has cut into pieces, equal on every layout of ranks: the fingerprints
@@ -230,6 +232,7 @@ class State:
         self._kinds = {"param": f"parameters.{prefix}", **{moment: f"{moment}.{prefix}" for moment in MOMENTS}}
         self._parameters, self._optimizer = parameters, optimizer
         self._ownership = Ownership.agree(parameters)
+        self._replicas_of_model = Replica.agree(parameters)
         self._rank = dist.get_rank()
         self._replicas = {expert: replicas(expert) for expert in {parameter.expert for parameter in parameters}}
         self._device = parameters[0].value.device
@@ -269,13 +272,14 @@ class State:
         kinds = {"": self._ownership.tensors()}
         return digest(*sharded_fingerprints(pieces(), kinds, self._ownership, "float32", self._device))
 
-    def gather_weights(self, dtype: torch.dtype, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the whole weights one after the other, on the CPU of rank 0 or on every rank's device.
+    def gather_weights(self, dtype: torch.dtype, bucket_bytes: int, *, everywhere: bool = False) -> Iterator[Bucket]:
+        """Yield buckets of whole weights on the device, on rank 0 or on every rank.
 
-        This works whether offloaded or not; see `cairn.engines.training.megatron.weights.gather`.
+        This works whether offloaded or not; see `cairn.engines.training.megatron.gathering.gather`.
         """
+        content = self._memory.content
         return gather(
-            self._parameters, self._ownership, dtype, self._device, self._memory.content, everywhere=everywhere
+            self._parameters, self._replicas_of_model, dtype, self._device, content, bucket_bytes, everywhere=everywhere
         )
 
     def offload(self) -> None:

@@ -1,5 +1,5 @@
-"""Mapping of a rank's Megatron parameters to parts of Hugging Face tensors, and what follows from it: loading,
-exporting, and fingerprints that do not depend on the layout of ranks.
+"""Mapping of a rank's Megatron parameters to parts of Hugging Face tensors, and what follows from it: loading, and
+fingerprints that do not depend on the layout of ranks. `cairn.engines.training.megatron.gathering` exports.
 
 A parameter is a list of blocks: some of its rows are a rectangle of a Hugging Face tensor (a vector is a matrix of one
 column). Rows that only pad a vocabulary belong to no block.
@@ -318,11 +318,12 @@ class Ownership:
     """Tensors that no optimizer changes."""
 
     @classmethod
-    def agree(cls, parameters: Iterable[Parameter]) -> "Ownership":
-        """Determine the owners; all ranks take part and get the same result."""
+    def agree(cls, parameters: Iterable[Parameter], group: dist.ProcessGroup | None = None) -> "Ownership":
+        """Determine the owners among the members of a group, by default among all ranks. All of them take part and get
+        the same result; an owner is a place in the group."""
         mine = [(block, parameter.trained) for parameter in parameters for block in parameter.blocks]
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, mine)
+        every: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(every, mine, group=group)
         owners: dict[tuple[str, int, int], tuple[int, Block]] = {}
         frozen = set()
         for rank, blocks in enumerate(every):
@@ -342,62 +343,3 @@ class Ownership:
             rank, block = self.owners[key]
             tensors.setdefault(block.name, []).append((rank, block))
         return tensors
-
-
-def gather(
-    parameters: Sequence[Parameter],
-    ownership: Ownership,
-    dtype: torch.dtype,
-    device: torch.device,
-    content: Callable[[torch.Tensor], torch.Tensor],
-    *,
-    everywhere: bool = False,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the whole tensors by their Hugging Face names, one after the other, holding one at a time.
-
-    The tensors are on the CPU of rank 0. The other ranks yield nothing but must iterate to the end. With `everywhere`,
-    every rank yields the tensors on its own device.
-
-    Args:
-        device: device for the exchange of tensors between ranks.
-        content: returns the tensor to read for a parameter's value.
-    """
-    rank = dist.get_rank()
-    local = {
-        (block.name, block.row, block.column): block.of(matrix)
-        for parameter in parameters
-        for matrix in (as_matrix(content(parameter.value.detach())),)
-        for block in parameter.blocks
-    }
-    for name, parts in ownership.tensors().items():
-        whole, first = None, parts[0][1]
-        stored_dtype = torch.float32 if first.exact else dtype
-        if everywhere or rank == 0:
-            whole = torch.empty(first.rows, first.columns, dtype=stored_dtype, device=device if everywhere else "cpu")
-        for owner in sorted({owner for owner, _ in parts}):
-            blocks = [block for holder, block in parts if holder == owner]
-            if owner == rank:
-                values = torch.cat(
-                    [local[name, block.row, block.column].to(stored_dtype).reshape(-1) for block in blocks]
-                )
-                values = values.to(device)
-            else:
-                values = torch.empty(
-                    sum(block.height * block.width for block in blocks), dtype=stored_dtype, device=device
-                )
-            if everywhere:
-                dist.broadcast(values, owner)
-            elif owner == rank != 0:
-                dist.send(values, 0)
-            elif owner != rank == 0:
-                dist.recv(values, owner)
-            if whole is not None:
-                _place(whole, blocks, values.to(whole.device))
-        if whole is not None:
-            yield name, whole.reshape(parts[0][1].whole_shape)
-
-
-def _place(whole: torch.Tensor, blocks: list[Block], values: torch.Tensor) -> None:
-    for block, part in zip(blocks, values.split([block.height * block.width for block in blocks]), strict=True):
-        rows = slice(block.row, block.row + block.height)
-        whole[rows, block.column_slice] = part.view(block.height, block.width)

@@ -18,6 +18,7 @@ from cairn.engines.models.published import biases_of
 from cairn.engines.models.routing import RouteReplay
 from cairn.engines.training.batching import MicroBatch, plan_micro_batches
 from cairn.engines.training.checkpoint import (
+    FILE_BYTES,
     REFERENCE,
     NamedTensors,
     check_reference,
@@ -48,9 +49,10 @@ from cairn.engines.training.torch.export import parts_of, save_model_folder, wei
 from cairn.engines.training.torch.learner import TorchLearner, offload, onload
 from cairn.engines.training.torch.loading import fill, load_outline
 from cairn.engines.training.torch.lora import adapters_off, add_adapters, save_adapters
-from cairn.engines.training.torch.passes import Reading, read_log_probs, read_values, score_responses
+from cairn.engines.training.torch.passes import Reading, read_policy, read_values, score_responses
 from cairn.engines.training.value_model import load_value_model
 from cairn.engines.types.types import TrainBatch
+from cairn.engines.weights.buckets import Bucket
 from cairn.storage.store.store import Store, StoredFile
 
 
@@ -115,22 +117,15 @@ class TorchEngine(ExactlyOnceEngine):
             )
             self._scorers["critic"] = partial(self._responses, critic, read_values)
 
-    def export_weights(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    def export_weights(self, bucket_bytes: int, *, on_device: bool = False) -> Iterator[Bucket]:
         self._require_intact()
-        parts = parts_of(self._model)
-        published = ((part.name, part.of(full)) for name, full in self._exported() for part in parts[name])
-        yield from in_buckets(published, bucket_bytes)
+        for bucket in self._buckets(bucket_bytes, everywhere=False):
+            if self._rank == 0:
+                yield bucket.on(self._device) if on_device else bucket.on_host()
 
-    def export_on_device(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    def export_on_device(self, bucket_bytes: int) -> Iterator[Bucket]:
         self._require_intact()
-        parts = parts_of(self._model)
-        weights = whole_weights(self._model, self._device, self._dtype)
-        published = (
-            (part.name, part.of(full.to(self._device)))  # frozen weights are offloaded whole
-            for name, full in weights
-            for part in parts[name]
-        )
-        yield from in_buckets(published, bucket_bytes)
+        yield from self._buckets(bucket_bytes, everywhere=True)
 
     def weights_checksum(self, dtype: Literal["float32", "bfloat16"] = "float32") -> str:
         self._require_ready()
@@ -139,7 +134,8 @@ class TorchEngine(ExactlyOnceEngine):
 
     def export_hf(self, folder: Path) -> None:
         self._require_intact()
-        weights = dict(self._exported())
+        exported = whole_weights(self._model, self._device, self._dtype, FILE_BYTES)
+        weights = {name: weight.cpu() for name, weight in exported}
         if self._rank == 0:
             save_model_folder(self._model, weights, folder, self._folder)
         if self._training.lora.r:
@@ -212,7 +208,7 @@ class TorchEngine(ExactlyOnceEngine):
         replay: RouteReplay | None = None,
         top_k: int = 0,
     ) -> torch.Tensor:
-        reading = partial(read_log_probs, temperature=self._temperature, top_k=top_k)
+        reading = partial(read_policy, temperature=self._temperature, top_k=top_k)
         return self._responses(model, reading, batch, micro_batches, replay, row_shape(top_k))
 
     def _responses(
@@ -291,11 +287,9 @@ class TorchEngine(ExactlyOnceEngine):
         moved = biases_of(model) if self._training.moe_router_bias_update_rate else iter(())
         return chain(model.named_parameters(), moved)
 
-    def _exported(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole weights by their names in the model, gathered from all ranks and copied to rank 0's CPU.
-
-        The other ranks yield nothing.
-        """
-        for name, full in whole_weights(self._model, self._device, self._dtype):
-            if self._rank == 0:
-                yield name, full.to("cpu", copy=True)
+    def _buckets(self, bucket_bytes: int, *, everywhere: bool) -> Iterator[Bucket]:
+        """Yield buckets of published weights on the device, gathered from all ranks: on rank 0, or on every rank."""
+        parts = parts_of(self._model)
+        exported = whole_weights(self._model, self._device, self._dtype, bucket_bytes, everywhere=everywhere)
+        published = ((part.name, part.of(full)) for name, full in exported for part in parts[name])
+        return map(Bucket, in_buckets(published, bucket_bytes))

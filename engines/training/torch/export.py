@@ -7,16 +7,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from cairn.configs.schema.training import LoraConfig
 from cairn.engines.models.folders import load_causal_lm, save_config
 from cairn.engines.models.published import Part, biases_of, published_parts, saved_buffers
-from cairn.engines.training.checkpoint import actors_parameters, read_description, read_state
+from cairn.engines.training.checkpoint import FILE_BYTES, actors_parameters, read_description, read_state
 from cairn.engines.training.mtp import copy_mtp_layers
-from cairn.engines.training.sharding import Piece, local_part, sharded_weights_checksum, whole
+from cairn.engines.training.sharding import Piece, gather_shards, local_part, sharded_weights_checksum
 from cairn.engines.training.torch.lora import add_adapters, base_parameters, merged_parameters, save_adapters
 from cairn.storage.store.store import Store
 
@@ -27,15 +26,17 @@ def parts_of(model: PreTrainedModel) -> dict[str, tuple[Part, ...]]:
 
 
 def whole_weights(
-    model: PreTrainedModel, device: torch.device, dtype: torch.dtype
+    model: PreTrainedModel, device: torch.device, dtype: torch.dtype, bucket_bytes: int, *, everywhere: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter in `dtype`, with adapters merged, then the buffers that weight files have, unchanged.
+    """Yield every parameter in `dtype`, with adapters merged, then the buffers that weight files have, unchanged, on
+    the device.
 
-    Parameters are gathered from all ranks on all of them, on their `device`; offloaded shards are moved there first.
+    Shards are gathered from all ranks, on rank 0 or on all of them; offloaded shards are moved to the device first. The
+    other ranks yield no parameters but must iterate to the end.
     """
-    for name, part in merged_parameters(model, device):
-        yield name, (whole(part.to(device)) if isinstance(part, DTensor) else part).to(dtype)
-    yield from saved_buffers(model)
+    yield from gather_shards(merged_parameters(model, device), device, dtype, bucket_bytes, everywhere=everywhere)
+    for name, buffer in saved_buffers(model):
+        yield name, buffer.to(device)
 
 
 def weights_checksum(
@@ -131,4 +132,4 @@ def export_checkpoint(
     if adapter:
         save_adapters(actor, dict(trained), target)
     else:
-        save_model_folder(actor, dict(whole_weights(actor, CPU, dtype)), target, model)
+        save_model_folder(actor, dict(whole_weights(actor, CPU, dtype, FILE_BYTES)), target, model)

@@ -1,6 +1,6 @@
 """A model trained with PyTorch, and its optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -116,6 +116,10 @@ class TorchLearner:
             self.model, batch, micro_batches, weights, self._objective, self._replay, self._balance
         )
         return merge_over_ranks(shares, self._world_size)
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        gradients = (parameter.grad for _, parameter in self._trained if parameter.grad is not None)
+        return (gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients)
 
     def grad_norm(self) -> float:
         gradients = [p.grad for _, p in self._trained if p.grad is not None]

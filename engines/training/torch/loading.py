@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from cairn.engines.models.folders import check_model_folder, load_causal_lm, model_class, open_weights
@@ -61,12 +60,9 @@ def fill(model: PreTrainedModel, path: str | Path, device: torch.device) -> None
     weights, parts = open_weights(Path(path)), published_parts(model, empty.items())
     filled: dict[int, torch.nn.Parameter] = {}
     for name, parameter in empty.items():
-        assert isinstance(parameter, DTensor)
-        local, offset = local_part(parameter)
-        values = torch.empty(local.shape, dtype=parameter.dtype, device=device)
-        _read(values.view(-1), offset, parts[name], weights)
-        mesh, placements = parameter.device_mesh, parameter.placements
-        shard = DTensor.from_local(values, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+        shard = torch.empty_like(parameter, device=device)
+        local, offset = local_part(shard)
+        _read(local.view(-1), offset, parts[name], weights)
         filled[id(parameter)] = torch.nn.Parameter(shard, parameter.requires_grad)
     for module in model.modules():  # tied parameters belong to several
         for name, value in module._parameters.items():
@@ -92,15 +88,16 @@ def _read(values: torch.Tensor, offset: int, parts: tuple[Part, ...], weights: M
 @contextmanager
 def _without_values() -> Iterator[None]:
     """Put parameters of modules that are made within on the device `meta`; buffers keep their values."""
-    register: Any = torch.nn.Module.register_parameter
+    modules: Any = torch.nn.Module
+    register = modules.register_parameter
 
     def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:  # a tied one is on it
             parameter = torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         register(module, name, parameter)
 
-    torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    modules.register_parameter = register_on_meta
     try:
         yield
     finally:
-        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+        modules.register_parameter = register

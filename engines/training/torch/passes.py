@@ -15,8 +15,9 @@ from cairn.engines.models.routing import RouteReplay, chosen_experts, mixtures
 from cairn.engines.training.aggregations import NO_WEIGHT, Weight
 from cairn.engines.training.batching import MicroBatch
 from cairn.engines.training.collate import MISMATCH, Tokens, collate_responses, collate_trained, routed_choices
-from cairn.engines.training.log_probs import policy_log_probs, response_logits, top_rows
+from cairn.engines.training.log_probs import response_logits
 from cairn.engines.training.protocol import merge, numbers
+from cairn.engines.training.vocabulary import Softmax, read_log_probs
 from cairn.engines.types.types import TrainBatch
 
 
@@ -78,16 +79,9 @@ Reading = Callable[[torch.Tensor, Tokens], torch.Tensor]
 token."""
 
 
-def read_log_probs(logits: torch.Tensor, tokens: Tokens, temperature: float, top_k: int = 0) -> torch.Tensor:
-    """Return [N] log-probs of the tokens under softmax(logits / temperature), over their sampling support.
-
-    With `top_k`, return rows with the most probable tokens too (`cairn.engines.training.log_probs.top_rows`).
-    """
-    logits, normalizer, log_probs = policy_log_probs(logits, tokens.targets, tokens.kept, temperature)
-    if not top_k:
-        return log_probs
-    top = logits.topk(top_k)
-    return top_rows(log_probs, top.values - normalizer.unsqueeze(-1), top.indices)
+def read_policy(logits: torch.Tensor, tokens: Tokens, temperature: float, top_k: int = 0) -> torch.Tensor:
+    """Return the same as `cairn.engines.training.vocabulary.read_log_probs`."""
+    return read_log_probs(logits, tokens.targets, Softmax(temperature, tokens.kept), top_k)
 
 
 def read_values(outputs: torch.Tensor, _: Tokens) -> torch.Tensor:

@@ -104,6 +104,35 @@ def pid_of(fleet: Fleet, index: int) -> int:
     return fleet.rollout[index].health()["pid"]
 
 
+FAILING = """
+import os, torch
+
+def loss(log_probs, tokens, config):
+    if os.path.exists({marker!r}):
+        os.remove({marker!r})
+        raise torch.AcceleratorError({words!r})
+    return -log_probs * tokens.advantages, {{}}
+"""
+
+
+@pytest.mark.proof
+def test_an_error_of_the_gpu_on_all_ranks_is_a_death_and_the_update_succeeds_in_new_processes(
+    model: Path, ray_cluster: Cluster, tmp_path: Path
+) -> None:
+    marker, code = tmp_path / "marker", tmp_path / "failing.py"
+    code.write_text(FAILING.format(marker=str(marker), words="CUDA error: an illegal memory access was encountered"))
+    config = fleet_config(model, algorithm={"loss_type": f"{code}:loss"})
+    with Fleet.start(config, name="failing", total_steps=TOTAL_STEPS, trains_only=True) as fleet:
+        before = fleet.training.health()["pid"]
+        marker.touch()
+        with pytest.raises(EngineDied, match=r"train\(\): the GPU failed.*illegal memory access"):
+            train_once(fleet)
+        with pytest.raises(EngineDied, match="illegal memory access"):
+            fleet.training.health()
+        assert fleet.training.ensure_alive()["pid"] != before
+        assert train_once(fleet) == 1
+
+
 def hasty(fleet: Fleet, model: Path, index: int, *, timeout: float, call_timeout: float) -> RolloutHandle:
     """Another handle of the same engine, with other deadlines."""
     config = fleet_config(model, rollout={"timeout": timeout}, fleet={"call_timeout": call_timeout})

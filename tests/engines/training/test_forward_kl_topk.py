@@ -62,7 +62,7 @@ def test_over_the_whole_vocabulary_it_is_the_divergence_and_its_gradient(cut: bo
     )
     trained = torch.from_numpy(np.concatenate(batch.loss_mask).astype(bool))
     said, possible, logits = said[trained], possible[trained], logits[trained].requires_grad_()
-    loss, metrics = objective(logits, trained_tokens(batch), ALONE, TEMPERATURE)
+    loss, metrics = objective(logits.clone(), trained_tokens(batch), ALONE, TEMPERATURE)
     (found,) = torch.autograd.grad(loss, logits)
     log_probs = (logits.double() / TEMPERATURE).masked_fill(~possible, -torch.inf).log_softmax(-1)
     divergence = torch.where(possible, said.exp() * (said - log_probs), 0).sum()
@@ -91,10 +91,10 @@ def test_with_fewer_tokens_the_gradient_leaves_out_what_the_teacher_holds_elsewh
     expected = 0.3 * expected.scatter_add(-1, tokens.teacher_top_ids, -p)
     added = AlgorithmConfig(distillation_loss_coef=0.5, distillation_topk=k)
     for algorithm, without, weight in ((ALONE, None, 1.0), (added, AlgorithmConfig(), 0.5)):
-        loss, metrics = objective(logits, tokens, algorithm, 1)
+        loss, metrics = objective(logits.clone(), tokens, algorithm, 1)
         (found,) = torch.autograd.grad(loss, logits)
         if without is not None:
-            found -= torch.autograd.grad(objective(logits, tokens, without, 1)[0], logits)[0]
+            found -= torch.autograd.grad(objective(logits.clone(), tokens, without, 1)[0], logits)[0]
             assert metrics["distillation_loss"].item() * 0.5 == pytest.approx(
                 loss.item() - metrics["pg_loss"].item(), abs=1e-5
             )

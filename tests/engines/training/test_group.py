@@ -1,5 +1,6 @@
 """The sender of a broadcast is free by its deadline, whatever a receiver does."""
 
+import threading
 import time
 from datetime import timedelta
 from multiprocessing import get_context
@@ -10,7 +11,7 @@ import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from cairn.engines.training.weight_group import SendingGroup
-from cairn.engines.types.errors import EngineError
+from cairn.engines.types.errors import EngineError, EngineTimeout
 
 DEADLINE = 3.0
 """Seconds."""
@@ -55,3 +56,37 @@ def test_a_receiver_that_takes_nothing_or_dies_frees_the_sender_by_its_deadline(
     finally:
         receiver.kill()
         receiver.join()
+
+
+class NeverConnects:
+    """The process group of a receiver that dies before NCCL connects: the first broadcast blocks, and so does an
+    abort."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def broadcast(self, *_: Any) -> None:
+        self.ended.wait()
+
+    def abort(self) -> None:
+        self.ended.wait()
+
+
+def test_a_first_broadcast_that_blocks_ends_by_its_deadline_and_the_sender_can_leave() -> None:
+    group = SendingGroup("group", "127.0.0.1", 0.2)
+    blocked = NeverConnects()
+    group._group, group.size = blocked, 2
+    with pytest.raises(EngineTimeout, match=r"did not connect to the trainer within 0\.2 s"):
+        group.send(torch.zeros(1))
+    group.leave()
+    assert group.size == 0
+    blocked.ended.set()
+
+
+@pytest.mark.proof
+def test_a_meeting_to_which_nobody_comes_ends_by_its_deadline() -> None:
+    group = SendingGroup("group", "127.0.0.1", DEADLINE)
+    began = time.monotonic()
+    with pytest.raises(EngineError, match="did not connect to the trainer"):
+        group.join(2, "gloo")
+    assert time.monotonic() - began < DEADLINE + 60

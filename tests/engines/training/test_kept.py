@@ -11,8 +11,9 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.rollout.transformers.batch import sample
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.training.collate import Tokens
-from cairn.engines.training.log_probs import LogitSupport, entropy, mask_outside_support
+from cairn.engines.training.log_probs import LogitSupport, outside_support
 from cairn.engines.training.losses.objective import objective
+from cairn.engines.training.vocabulary import Softmax, evaluate
 from cairn.engines.types.types import SamplingParams, SamplingSupport, TrainBatch
 from tests.engines.rollout.models import rollout_config
 from tests.engines.training.builders import VOCABULARY, make_batch, make_engine, model_folder, sampled_tokens
@@ -43,7 +44,8 @@ def test_the_expected_gradient_of_a_log_prob_over_the_samplers_own_draws_is_zero
 
     def expected_gradient(support: LogitSupport | None) -> float:
         policy = logits.clone().requires_grad_()
-        log_probs = mask_outside_support(policy, support).log_softmax(-1)[0]
+        ids = torch.arange(50)[None]
+        log_probs = evaluate(policy.clone(), ids[:, 0], Softmax(1.0, support), ids=ids).at_ids[0]
         (gradient,) = torch.autograd.grad((probs[probs > 0] * log_probs[probs > 0]).sum(), policy)
         return float(gradient.abs().sum())
 
@@ -51,32 +53,29 @@ def test_the_expected_gradient_of_a_log_prob_over_the_samplers_own_draws_is_zero
     assert expected_gradient(None) > 0.05, "the witness: scored over the whole vocabulary it is not"
 
 
-def test_log_probs_entropy_and_gradients_are_those_of_the_softmax_over_what_was_kept() -> None:
-    draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 7, generator=draw, dtype=torch.float64, requires_grad=True)
+def test_log_probs_and_entropy_are_those_of_the_softmax_over_what_was_kept() -> None:
+    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     parts = [SamplingSupport.of([[1, 4]]), SamplingSupport.whole(1), SamplingSupport.of([[0, 2, 5, 6]])]
     support = LogitSupport.of(parts, CPU)
-    masked = mask_outside_support(logits, support)
-    for row, ids in enumerate(([1, 4], list(range(7)), [0, 2, 5, 6])):
-        expected = logits[row, ids].log_softmax(-1)
-        assert torch.allclose(masked.log_softmax(-1)[row, ids], expected, atol=1e-14)
-        found = entropy(masked, masked.logsumexp(-1), differentiable=True)[row]
-        assert found.item() == pytest.approx(-float((expected.exp() * expected).detach().sum()), abs=1e-12)
+    kept = [[1, 4], list(range(7)), [0, 2, 5, 6]]
+    targets = torch.tensor([4, 3, 5])
 
-    def scores(logits: torch.Tensor) -> torch.Tensor:
-        masked = mask_outside_support(logits, support)
-        return torch.cat(
-            [masked.log_softmax(-1)[[0, 1, 2], [4, 3, 5]], entropy(masked, masked.logsumexp(-1), differentiable=True)]
-        )
-
-    assert torch.autograd.gradcheck(scores, logits)
+    found = evaluate(logits, targets, Softmax(1.0, support), entropy=True)
+    assert found.entropies is not None
+    expected = torch.zeros(2, 3, dtype=torch.float64)
+    for row, (ids, target) in enumerate(zip(kept, targets.tolist(), strict=True)):
+        log_probs = logits[row, ids].log_softmax(-1)
+        expected[:, row] = torch.stack([log_probs[ids.index(target)], -(log_probs.exp() * log_probs).sum()])
+    torch.testing.assert_close(torch.stack([found.log_probs, found.entropies]), expected, rtol=0, atol=1e-12)
 
 
 def test_each_rank_of_a_vocabulary_hides_its_own_part() -> None:
     logits = torch.randn(2, 10, generator=torch.Generator().manual_seed(0))
     support = LogitSupport.of([SamplingSupport.of([[0, 9], [6]])], CPU)
-    parts = [mask_outside_support(logits[:, first : first + 5], support, first) for first in (0, 5)]
-    assert torch.equal(torch.cat(parts, 1), mask_outside_support(logits, support))
+    parts = [outside_support(support, logits[:, first : first + 5], first) for first in (0, 5)]
+    right = torch.ones(2, 10, dtype=torch.bool)
+    right[0, [0, 9]] = right[1, 6] = False
+    assert torch.equal(torch.cat(parts, 1), right)
 
 
 def test_what_was_kept_follows_the_tokens_that_are_picked_and_joined() -> None:
@@ -88,6 +87,12 @@ def test_what_was_kept_follows_the_tokens_that_are_picked_and_joined() -> None:
     assert picked.counts.tolist() == [2, 3, 1]
     there = LogitSupport.of([first, second], CPU).at(torch.tensor([1, 2]), 4)
     assert (there.rows.tolist(), there.ids.tolist()) == ([1, 1, 1], [5, 6, 7])
+    pieces = LogitSupport.of([first, second], CPU).split([0, 2, 3, 4])
+    assert [(piece.rows.tolist(), piece.ids.tolist()) for piece in pieces] == [
+        ([0, 0], [1, 3]),
+        ([0, 0, 0], [5, 6, 7]),
+        ([0], [2]),
+    ]
     assert joined.first_without(np.array([3, 99, 6, 2])) is None
     assert joined.first_without(np.array([3, 99, 4, 2])) == 2
 

@@ -2,7 +2,7 @@ import pickle
 
 import torch
 
-from cairn.engines.weights.buckets import ALIGNMENT, Bucket
+from cairn.engines.weights.buckets import Bucket
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -27,6 +27,12 @@ def test_tensors_come_out_of_a_bucket_bit_for_bit() -> None:
         assert bits(result[name]) == bits(tensor)
 
 
-def test_every_tensor_of_a_bucket_begins_aligned() -> None:
-    _, (_, layout) = Bucket({str(i): torch.zeros(i, dtype=torch.uint8) for i in range(1, 130)}).__reduce__()
-    assert all(start % ALIGNMENT == 0 for _, _, _, start in layout)
+def test_every_tensor_in_one_piece_begins_at_a_multiple_of_its_element_size() -> None:
+    formats = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
+    tensors = {f"{dtype}{size}": torch.zeros(size, dtype=dtype) for size in (1, 3, 0, 7) for dtype in formats}
+    packed = Bucket(tensors).on(torch.device("cpu"))
+    assert packed.storage is not None
+    assert packed.storage.numel() == sum(tensor.nbytes for tensor in tensors.values()), "there are gaps"
+    start = packed.storage.data_ptr()
+    assert all((tensor.data_ptr() - start) % tensor.element_size() == 0 for tensor in packed.values() if tensor.numel())
+    assert packed.on(torch.device("cpu")) is packed

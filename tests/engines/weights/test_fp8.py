@@ -77,10 +77,9 @@ def test_a_trainer_sends_servers_the_published_bytes_of_a_folder_that_it_began_w
     """Those of a folder as the formula makes it, whose every block has a number of the greatest magnitude."""
     fp8_folder("qwen3", tmp_path, mtp_tensors("deepseek_v3"), quantize_by=lambda weight: quantize(weight, SCHEME))
     published = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    rank = TrainingRank("127.0.0.1")
+    rank = TrainingRank("127.0.0.1", TrainingConfig(num_threads=1, dtype="float32"))
     as_stored = kind_of("sglang").holds_as_stored
-    training = TrainingConfig(num_threads=1, dtype="float32")
-    rank.start(ModelConfig(path=str(tmp_path)), training, AlgorithmConfig(), 1.0, 1, 0, None, as_stored)
+    rank.start(ModelConfig(path=str(tmp_path)), AlgorithmConfig(), 1.0, 1, 0, None, as_stored)
     rank.begin_export(0, 100_000)
     sent: dict[str, torch.Tensor] = {}
     while (bucket := rank.next_bucket()[0]) is not None:
@@ -103,18 +102,16 @@ def test_they_travel_through_the_object_store_and_by_broadcast_as_they_are() -> 
     arrived = pickle.loads(pickle.dumps(bucket))
     assert arrived["w"].dtype == torch.float8_e4m3fn
     assert all(torch.equal(arrived[name].view(torch.uint8), bucket[name].view(torch.uint8)) for name in bucket)
-    layout, flat = flatten(bucket)
+    layout, flat = flatten(bucket, torch.device("cpu"))
     assert layout == [("w_scale_inv", "float32", (5, 4)), ("w", "float8_e4m3fn", (100, 130))]
     assert torch.equal(flat[5 * 4 * 4 :].view(100, 130), values.view(torch.uint8))
 
 
 def test_engines_that_read_what_weights_stand_for_are_sent_that(tmp_path: Path) -> None:
     weights = fp8_folder("qwen3", tmp_path)
-    rank = TrainingRank("127.0.0.1")
+    rank = TrainingRank("127.0.0.1", TrainingConfig(num_threads=1))
     as_stored = kind_of("transformers").holds_as_stored
-    rank.start(
-        ModelConfig(path=str(tmp_path)), TrainingConfig(num_threads=1), AlgorithmConfig(), 1.0, 1, 0, None, as_stored
-    )
+    rank.start(ModelConfig(path=str(tmp_path)), AlgorithmConfig(), 1.0, 1, 0, None, as_stored)
     rank.begin_export(0, 1 << 30)
     sent, _ = rank.next_bucket()
     assert sent is not None

@@ -25,10 +25,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_becomes_a_checkpoint_and_the_same_model_again(folder: Path) -> None:
     checkpoint, back = folder.parent / "checkpoint", folder.parent / "back"
     made = cairn("convert", folder, checkpoint)
-    assert (made.returncode, made.stderr) == (0, f"{checkpoint}: a checkpoint of {folder}\n")
+    assert (made.returncode, made.stdout, made.stderr) == (0, f"{checkpoint}: a checkpoint of {folder}\n", "")
     assert (checkpoint / "megatron_state.json").is_file()
     made = cairn("convert", checkpoint, back, "--model", folder)
-    assert (made.returncode, made.stderr) == (0, f"{back}: a model folder of {checkpoint}\n")
+    assert (made.returncode, made.stdout, made.stderr) == (0, f"{back}: a model folder of {checkpoint}\n", "")
     before, after = (load_file(path / "model.safetensors") for path in (folder, back))
     assert set(before) == set(after)
     assert all(torch.equal(after[name], weight) for name, weight in before.items())

@@ -60,7 +60,7 @@ def test_the_whole_run_is_told_in_hours_and_money(recipe: Path) -> None:
 
 
 def test_what_does_not_fit_ends_with_1_and_every_remedy_fits(recipe: Path) -> None:
-    too_much = ("--set", "training.max_tokens_per_gpu=65536", "--json")
+    too_much = ("--set", "training.max_tokens_per_gpu=262144", "--json")
     result = plan(recipe, *too_much)
     assert result.exit_code == 1
     remedies = json.loads(result.stdout)["remedies"]

@@ -1,5 +1,7 @@
 """Plans of layouts that are known to run on GPUs of 80 GB, and of some that are known not to."""
 
+from dataclasses import replace
+
 import pytest
 
 from cairn.flows.plan.planning import plan_of
@@ -13,10 +15,7 @@ def planned(layout: Published, gpu: str = "h100") -> Plan:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.script)
 def test_what_is_known_to_run_fits(layout: Published) -> None:
-    training, rollout, *_ = planned(layout).memory
-    optimizer = sum(row.bytes for row in training.rows if row.what == "optimizer")
-    assert training.total - optimizer * layout.offloaded <= training.capacity
-    assert rollout.fits
+    assert all(memory.fits for memory in planned(layout).memory)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.script)
@@ -28,8 +27,41 @@ def test_the_rollout_engines_have_room_for_samples_of_the_longest_kind(layout: P
 
 @pytest.mark.parametrize("script", NEED_OFFLOADING)
 def test_what_is_known_to_need_the_hosts_memory_does_not_fit_whole(script: str) -> None:
-    training = planned(next(layout for layout in LAYOUTS if layout.script == script)).memory[0]
-    assert not training.fits
+    layout = next(layout for layout in LAYOUTS if layout.script == script)
+    assert not planned(replace(layout, offloaded=False)).memory[0].fits
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_an_optimizer_on_the_host_takes_12_bytes_a_parameter_there_and_its_gradients_4(share: float) -> None:
+    layout = next(layout for layout in LAYOUTS if layout.script == "run-qwen3-32B")
+    plan = planned(replace(layout, megatron={**layout.megatron, "optimizer_offload_fraction": share}))
+    training, _, host = plan.memory
+    sizes = {row.what: row.bytes for row in host.rows}
+    parameters = plan.model.parameters
+    assert sizes["optimizer"] == pytest.approx(12 * share * parameters, rel=0.01)
+    assert sizes["gradients for the optimizer"] == pytest.approx(4 * share * parameters, rel=0.01)
+    # 8 ranks of one machine hold everything once. All of them write 12 bytes a parameter into a checkpoint.
+    assert sizes["a checkpoint while it is written"] == pytest.approx(12 * parameters, rel=0.01)
+    (on_gpu,) = (row.bytes for row in training.rows if row.what == "optimizer")
+    assert 8 * on_gpu == pytest.approx(12 * (1 - share) * parameters, rel=0.01)
+
+
+def test_pinned_copies_take_powers_of_two() -> None:
+    layout = next(layout for layout in LAYOUTS if layout.script == "run-qwen3-32B")
+    host = planned(replace(layout, offloaded=False)).memory[-1]
+    sizes = {row.what: row.bytes for row in host.rows}
+    held = sizes["training state while others have the GPUs"]
+    assert held == pytest.approx(14 * 32.76e9, rel=0.01)  # 2 of weights, 12 of the optimizer
+    assert 0 < sizes["pinned memory, rounded up to powers of two"] < held
+
+
+def test_32768_tokens_fit_beside_30b_on_eight_gpus() -> None:
+    layout = next(layout for layout in LAYOUTS if layout.script == "run-qwen3-30B-A3B")
+    training = planned(replace(layout, max_tokens=32768)).memory[0]
+    assert training.fits
+    rows = {row.what: row.bytes for row in training.rows}
+    own = 32768 * 151936 / 4 * 2  # logits in bfloat16 over four ranks
+    assert rows["logits and the output layer's input"] == pytest.approx(own, rel=0.1)
 
 
 @pytest.mark.parametrize("model", ["Qwen3-32B", "Llama-3.1-70B"])

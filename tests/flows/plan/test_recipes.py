@@ -1,16 +1,17 @@
-"""Recipes without GPUs fit small machines; those of published models are planned in tests/examples."""
+"""Recipes fit the machines that they name; those without GPUs fit small machines."""
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from cairn.configs.catalogue import published_config
+from cairn.configs.catalogue import hardware, published_config, slime_script
 from cairn.configs.loader import load
 from cairn.flows.plan.memory import weight_bytes
 from cairn.flows.plan.planning import plan_of
-from cairn.flows.plan.subject import subject_of
+from cairn.flows.plan.subject import Plan, subject_of
 from tests.architectures import architecture
 
 RECIPES = Path(__file__).parents[3] / "configs" / "recipes"
@@ -29,6 +30,42 @@ def test_a_recipe_without_gpus_fits_a_small_machine(
     plan = plan_of(subject_of(load(recipe), recipe.stem, "h100", memory_of_this_machine=16e9))
     assert plan.fits
     assert plan.gpus == 0
+
+
+@cache
+def planned(recipe: Path) -> Plan:
+    config = load(recipe)
+    assert config.fleet.gpu is not None
+    return plan_of(subject_of(config, recipe.stem, config.fleet.gpu, memory_of_this_machine=0))
+
+
+def test_recipes_of_published_models_fit_the_gpus_and_the_machines_that_they_name() -> None:
+    recipes = sorted((RECIPES / "models").glob("*.yaml"))
+    assert len(recipes) >= 40
+    wrong = {}
+    for recipe in recipes:
+        plan = planned(recipe)
+        assert plan.memory[-1].of == "a machine's own memory"
+        if not plan.fits or plan.gpus != 8 * plan.machines:
+            large = {memory.of: memory.total for memory in plan.memory if not memory.fits}
+            wrong[recipe.stem] = (plan.problems, large, plan.machines, plan.gpus)
+    assert wrong == {}
+
+
+def test_no_recipe_needs_more_or_larger_gpus_than_slimes_script_for_the_model() -> None:
+    """Where slime's script has the optimizer on the host, a second layout has it there too."""
+    wrong = {}
+    for recipe in sorted((RECIPES / "models").glob("*.yaml")):
+        if (found := slime_script(recipe)) is None or recipe.stem.endswith("-offload"):
+            continue
+        script, needs = found
+        layout = recipe.with_stem(f"{recipe.stem}-offload") if needs.offload else recipe
+        plan = planned(layout)
+        on_host = bool(load(layout).training.megatron.get("optimizer_cpu_offload"))
+        larger = hardware(plan.gpu).memory > hardware(needs.gpu).memory
+        if plan.gpus > needs.gpus or larger or on_host != needs.offload:
+            wrong[layout.stem] = f"{plan.gpus} {plan.gpu}, and {script} {needs.gpus} {needs.gpu}"
+    assert wrong == {}
 
 
 @pytest.mark.parametrize("downloaded", [False, True])

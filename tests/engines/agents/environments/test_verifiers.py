@@ -84,7 +84,7 @@ def test_episodes_are_token_exact_and_have_the_environments_reward(
     tokenizer = read_tokenizer(model)
     assert [sample.error for sample in result] == [
         *[None] * 3,
-        "generate: EpisodeFailed: higher_or_lower has 1000 tasks, but none with index 5000",
+        "generate: EpisodeFailed: higher_or_lower has 1000 tasks, but none with index 5000 (play.py:15)",
     ]
     (first,), (longer,), (lost,) = (sample.trajectories for sample in result[:3])
     assert [one.reward for one in (first, longer, lost)] == [1.0, 0.5, 0.0]

@@ -169,7 +169,7 @@ def test_a_server_inherits_nothing_that_changes_what_it_computes(monkeypatch: py
     }
     for name, value in (retained | dropped).items():
         monkeypatch.setenv(name, value)
-    environment = Installation.find().environment(on_cpu=False, num_threads=1)
+    environment = Installation.find().environment(on_cpu=False, num_threads=1, variables={})
     assert {name: environment[name] for name in retained} == retained
     assert dropped.keys() & environment.keys() == set()
 
@@ -187,14 +187,14 @@ def test_a_model_folder_with_code_of_its_own_is_given_to_no_server_unasked(place
 def test_stand_ins_are_set_for_that_process_alone_and_another_version_of_sglang_is_refused_them() -> None:
     installation = Installation.find()
     before = dict(os.environ)
-    environment = installation.environment(on_cpu=True, num_threads=1)
+    environment = installation.environment(on_cpu=True, num_threads=1, variables={})
     assert environment["PYTHONPATH"] == str(STAND_INS)
     assert environment["SGLANG_USE_CPU_ENGINE"] == environment["TORCHDYNAMO_DISABLE"] == "1"
     assert dict(os.environ) == before
-    assert "PYTHONPATH" not in installation.environment(on_cpu=False, num_threads=1)
+    assert "PYTHONPATH" not in installation.environment(on_cpu=False, num_threads=1, variables={})
 
     another = Installation(installation.python)
     another.__dict__["version"] = "0.5.20"
     with pytest.raises(SGLangMissing, match=r"without a GPU SGLang 0\.5\.21 is needed and .* has 0\.5\.20"):
-        another.environment(on_cpu=True, num_threads=1)
-    assert another.environment(on_cpu=False, num_threads=1)
+        another.environment(on_cpu=True, num_threads=1, variables={})
+    assert another.environment(on_cpu=False, num_threads=1, variables={})

@@ -178,11 +178,13 @@ def exported(engine: Any) -> dict[str, torch.Tensor]:
 
 def gradients_of(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The gradients of the last update as whole tensors, by the published names of the weights, on rank 0."""
-    from cairn.engines.training.megatron.weights import Ownership, gather
+    from cairn.engines.training.megatron.gathering import Replica, gather
 
     of_model = engine._actor.state._parameters
     gradients = [replace(each, value=each.value.main_grad) for each in of_model if each.trained]
-    yield from gather(gradients, Ownership.agree(gradients), torch.float32, torch.device("cpu"), torch.Tensor.detach)
+    replicas, cpu = Replica.agree(gradients), torch.device("cpu")
+    for bucket in gather(gradients, replicas, torch.float32, cpu, torch.Tensor.detach, 1 << 20):
+        yield from bucket.items()
 
 
 def launched(models: Path, work: Path, cases: Sequence[Case]) -> None:

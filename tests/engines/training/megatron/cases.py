@@ -219,7 +219,8 @@ def run_case(case: Case, models: Path, work: Path, rank: int) -> dict[str, Any]:
         rank=rank,
         world_size=case.ranks,
     )
-    report = five_updates(engine, case)
+    repeated = engine.gradient_digests(BATCH, num_steps=1) if case.name == WATCHED else None
+    report = {"gradient digests": repeated, **five_updates(engine, case)}
     weights = {name: tensor for bucket in engine.export_weights(50_000) for name, tensor in bucket.items()}
     checksum = engine.weights_checksum()
     if rank == 0:

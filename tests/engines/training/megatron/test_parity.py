@@ -183,6 +183,15 @@ def test_rank_0_holds_a_few_tensors_of_the_weights_it_exports(
     assert max(sizes) <= most_bytes <= 3 * max(sizes) < sum(sizes) / 3
 
 
+@pytest.mark.proof  # as the case it looks at is
+def test_all_ranks_compute_the_gradients_of_a_batch_twice_and_get_the_same_bits(
+    reports: dict[str, list[dict[str, Any]]],
+) -> None:
+    digests = [tuple(report["gradient digests"]) for report in reports[WATCHED]]
+    assert len(digests) == 4
+    assert len({digest for pair in digests for digest in pair}) == 1
+
+
 @pytest.mark.slow
 def test_the_documents_table_has_the_rows_of_the_one_that_is_written(
     reports: dict[str, list[dict[str, Any]]], reference: References, work: Path
