@@ -36,6 +36,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
         "training.dtype",
         "training.deterministic_mode",
         "training.gradient_checkpointing",
+        "training.fsdp_cpu_offload",
         "training.num_steps_per_rollout",
         "training.max_tokens_per_gpu",
         "training.micro_batch_size",

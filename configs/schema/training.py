@@ -203,6 +203,10 @@ class TrainingConfig(Section):
     another name of it for engine `torch`, and for engine `megatron` of `megatron: {recompute_granularity:
     selective}`."""
 
+    fsdp_cpu_offload: Annotated[bool, when("training.engine", "torch")] = False
+    """Hold weights, gradients and moments in the host's memory, divided over the ranks, and update them there. GPUs
+    hold the weights of one layer at a time, and activations."""
+
     global_batch_size: int | None = Field(None, ge=1)
     """Samples per optimizer step; by default the number that follows from `num_steps_per_rollout`. Megatron:
     `--global-batch-size`."""

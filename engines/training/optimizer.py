@@ -11,10 +11,15 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Optimizer state of a parameter: running means of its gradient and of the gradient's square."""
 
 
-def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: TrainingConfig) -> torch.optim.AdamW:
+def build_optimizer(
+    parameters: Iterable[torch.nn.Parameter], config: TrainingConfig, *, fused: bool = False
+) -> torch.optim.AdamW:
     """Return AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), its state already created.
 
     Only matrices decay: vectors are norms and biases. `set_rates` sets both rates.
+
+    Args:
+        fused: update each parameter by one kernel, without temporary copies of its size.
     """
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(
@@ -26,10 +31,12 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: TrainingCo
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,
         weight_decay=0.0,
+        fused=fused,
     )
     for parameter in parameters:
         moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
-        optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        step = torch.tensor(0.0, device=parameter.device if fused else "cpu")
+        optimizer.state[parameter] = {"step": step, **moments}
     return optimizer
 
 

@@ -111,8 +111,10 @@ class TrainingRank(WeightSource):
         store = self._store if self._rank == 0 else distributed.TCPStore(host, port, is_master=False, timeout=timeout)
         # On GPUs too: Megatron creates groups over gloo as well as over NCCL.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(self._address))
+        # Shards on the host are summed and gathered there, over gloo.
+        on_gpu = "cpu:gloo,cuda:nccl" if self._training.fsdp_cpu_offload else "nccl"
         distributed.init_process_group(
-            "gloo" if device == "cpu" else "nccl",
+            "gloo" if device == "cpu" else on_gpu,
             store=store,
             rank=self._rank,
             world_size=self._training.world_size,

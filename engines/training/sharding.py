@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -17,11 +17,17 @@ from cairn.engines.types.errors import EngineError
 from cairn.engines.weights.checksum import digest, fingerprint
 
 
-def shard_model(model: PreTrainedModel, dtype: torch.dtype, world_size: int, device: torch.device) -> None:
+def shard_model(
+    model: PreTrainedModel, dtype: torch.dtype, world_size: int, device: torch.device, *, on_host: bool = False
+) -> None:
     """Shard a model over all ranks, in place, layer by layer. Parameters keep their names and number format.
 
     Forward and backward run in `dtype`. The gradients of the ranks are summed, not averaged, in float32: each rank's
     loss is its share of the whole loss.
+
+    Args:
+        on_host: hold parameters and gradients in the host's memory, from which each layer's are copied to the device
+            for its passes.
 
     Raises:
         ValueError: no process group of `world_size` ranks exists.
@@ -29,8 +35,9 @@ def shard_model(model: PreTrainedModel, dtype: torch.dtype, world_size: int, dev
     join_process_group(world_size)
     mesh = init_device_mesh(device.type, (world_size,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    place = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy()
     for module in [*_layers(model), model]:
-        sharded = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=True)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other way to leave the sum undivided
         sharded.set_gradient_divide_factor(1.0)
 
@@ -198,7 +205,7 @@ def sharded_weights_checksum(pieces: Iterable[Piece], world_size: int) -> str:
 
 
 def _sum_over_ranks(fingerprints: list[torch.Tensor], world_size: int) -> torch.Tensor:
-    sums = torch.stack(fingerprints)
+    sums = torch.stack([each.to(fingerprints[0].device) for each in fingerprints])  # some may be on the host
     if world_size > 1:
         dist.all_reduce(sums)
     return sums

@@ -1,5 +1,6 @@
 """Critic: a causal language model with a value head, linear from the hidden size to 1, in place of its lm_head."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -38,13 +39,18 @@ def value_head(folder: str | Path, hidden_size: int) -> tuple[torch.Tensor, torc
     return head[WEIGHT], head[BIAS]
 
 
-def load_value_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+def load_value_model(
+    folder: str | Path, dtype: torch.dtype, load: Callable[..., PreTrainedModel] = load_causal_lm
+) -> PreTrainedModel:
     """Load a critic on the CPU, in evaluation mode; its `logits` are values, one per token.
+
+    Args:
+        load: `load_causal_lm`, or another function with its arguments.
 
     Raises:
         BadModel: see `cairn.engines.models.folders.load_causal_lm`.
     """
-    model = load_causal_lm(folder, dtype, needs_head=False)
+    model = load(folder, dtype, needs_head=False)
     config = model.config.get_text_config()
     weight, bias = value_head(folder, config.hidden_size)
     head = torch.nn.Linear(weight.shape[1], 1, dtype=dtype)

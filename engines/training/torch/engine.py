@@ -1,6 +1,6 @@
 """Training engine for any Hugging Face causal LM: PyTorch, with FSDP2 over more than one rank."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -47,6 +47,7 @@ from cairn.engines.training.sharding import (
 from cairn.engines.training.top_k import row_shape
 from cairn.engines.training.torch.export import parts_of, save_model_folder, weights_checksum, whole_weights
 from cairn.engines.training.torch.learner import TorchLearner, offload, onload
+from cairn.engines.training.torch.loading import fill, load_outline
 from cairn.engines.training.torch.lora import adapters_off, add_adapters, save_adapters
 from cairn.engines.training.torch.passes import Reading, read_policy, read_values, score_responses
 from cairn.engines.training.value_model import load_value_model
@@ -109,7 +110,8 @@ class TorchEngine(ExactlyOnceEngine):
             top_k = teacher_top_k(algorithm) if role == "teacher" else 0
             self._scorers[role] = partial(self._log_probs, frozen, top_k=top_k)
         if has_critic(algorithm):
-            critic = self._placed(load_value_model(model.critic_path or model.path, torch.float32))
+            path = model.critic_path or model.path
+            critic = self._placed(load_value_model(path, torch.float32, self._load), path)
             self._learners["critic"] = TorchLearner(
                 critic, partial(value_objective, value_clip=algorithm.value_clip), training.of_critic, world_size
             )
@@ -179,7 +181,8 @@ class TorchEngine(ExactlyOnceEngine):
 
     def onload(self) -> None:
         if self._offloaded:
-            onload(self._models(), self._optimizers(), self._device)
+            on_host = self._training.fsdp_cpu_offload
+            onload(self._models(), self._optimizers(), self._device, keep_shards=on_host)
             self._offloaded = False
 
     def health(self) -> dict[str, Any]:
@@ -231,17 +234,27 @@ class TorchEngine(ExactlyOnceEngine):
 
         `trained`: the training configuration, for the actor only. Parameters must be frozen before ranks shard them.
         """
-        model = load_causal_lm(path, parameters)
         if trained is not None and trained.lora.r:
+            model = load_causal_lm(path, parameters)  # adapters are made beside weights that have values
             add_adapters(model, trained.lora)
-        elif trained is not None:
-            freeze(model, trained)
-        return self._placed(model)
+        else:
+            model = self._load(path, parameters)
+            if trained is not None:
+                freeze(model, trained)
+        return self._placed(model, path)
 
-    def _placed(self, model: PreTrainedModel) -> PreTrainedModel:
-        if self._world_size == 1 and all(parameter.dtype == self._dtype for parameter in model.parameters()):
+    @property
+    def _load(self) -> Callable[..., PreTrainedModel]:
+        """The function that loads a model: whole for one rank, otherwise without values until it is sharded."""
+        return load_causal_lm if self._world_size == 1 else load_outline
+
+    def _placed(self, model: PreTrainedModel, path: str) -> PreTrainedModel:
+        on_host = self._training.fsdp_cpu_offload
+        formats = {parameter.dtype for parameter in model.parameters()}
+        if self._world_size == 1 and formats == {self._dtype} and not on_host:
             return cast(Any, model).to(self._device)
-        shard_model(model, self._dtype, self._world_size, self._device)
+        shard_model(model, self._dtype, self._world_size, self._device, on_host=on_host)
+        fill(model, path, torch.device("cpu") if on_host else self._device)
         return model
 
     def _plan(self, lengths: dict[int, int]) -> list[MicroBatch]:

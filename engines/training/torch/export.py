@@ -80,7 +80,7 @@ def save_model_folder(model: PreTrainedModel, weights: dict[str, torch.Tensor], 
     logging.disable_progress_bar()
     try:
         model.generation_config = GenerationConfig()
-        model.save_pretrained(folder, state_dict=weights)
+        model.save_pretrained(folder, state_dict=dict(weights))  # the library empties what it gets
     finally:
         model.generation_config = read
         if shown:

@@ -34,16 +34,30 @@ def offload(models: Sequence[PreTrainedModel], optimizers: Sequence[torch.optim.
 
 
 def onload(
-    models: Sequence[PreTrainedModel], optimizers: Sequence[torch.optim.Optimizer], device: torch.device
+    models: Sequence[PreTrainedModel],
+    optimizers: Sequence[torch.optim.Optimizer],
+    device: torch.device,
+    *,
+    keep_shards: bool = False,
 ) -> None:
-    """Move what was offloaded back to the device."""
-    _move(models, optimizers, device)
+    """Move what was offloaded back to the device.
+
+    Args:
+        keep_shards: leave shards, and their moments, on the host, where they are used.
+    """
+    _move(models, optimizers, device, keep_shards=keep_shards)
 
 
 def _move(
-    models: Sequence[PreTrainedModel], optimizers: Sequence[torch.optim.Optimizer], device: str | torch.device
+    models: Sequence[PreTrainedModel],
+    optimizers: Sequence[torch.optim.Optimizer],
+    device: str | torch.device,
+    *,
+    keep_shards: bool = False,
 ) -> None:
     def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if keep_shards and isinstance(tensor, DTensor):
+            return tensor
         on_host = torch.device(device).type == "cpu"
         if on_host and tensor.is_cuda and not isinstance(tensor, DTensor):
             return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
@@ -86,7 +100,11 @@ class TorchLearner:
         self._stored = self._trained if training.lora.r else named
         self.names = {name for name, _ in (*self._stored, *self._moved_biases())}
         self.frozen = self.names - {name for name, _ in self._trained}
-        self.optimizer = build_optimizer([parameter for _, parameter in self._trained], training)
+        self.optimizer = build_optimizer(
+            [parameter for _, parameter in self._trained],
+            training,
+            fused=training.fsdp_cpu_offload or any(parameter.is_cuda for _, parameter in self._trained),
+        )
 
     def accumulate_gradients(
         self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], weights: dict[int, Weight]

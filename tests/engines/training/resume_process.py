@@ -1,7 +1,10 @@
-"""A process that makes six updates in one go and three that it saves, or one that loads those and makes three more.
+"""A process that makes six updates in one go and four of which it saves three, and then kills itself, or one that loads
+those and makes three more.
 
-Prints the state digest after the last update, for one thread and for two."""
+Prints the state digest after the last update, for one thread, for two, and with the state on the host."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,12 +16,13 @@ from tests.engines.training.builders import make_batch, make_engine
 UPDATES = 6
 
 
-def engine_with(folder: Path, threads: int) -> TorchEngine:
+def engine_with(folder: Path, threads: int, on_host: bool) -> TorchEngine:
     algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
     return make_engine(
         folder,
         algorithm=algorithm,
         num_threads=threads,
+        fsdp_cpu_offload=on_host,
         max_tokens_per_gpu=200,
         lr_warmup_iters=2,
         lr_decay_style="cosine",
@@ -35,16 +39,19 @@ def update(engine: TorchEngine, first: int, last: int) -> str:
 
 def main(mode: str, model: Path, url: str) -> None:
     store = open_store(url)
-    for threads in (1, 2):
-        engine = engine_with(model, threads)
+    for threads, on_host in ((1, False), (2, False), (1, True)):
+        engine, checkpoint = engine_with(model, threads, on_host), f"{threads}-{on_host}"
         if mode == "straight":
-            print(update(engine, 0, UPDATES))
-            engine = engine_with(model, threads)
+            print(update(engine, 0, UPDATES), flush=True)
+            engine = engine_with(model, threads, on_host)
             update(engine, 0, UPDATES // 2)
-            engine.save(store, f"threads-{threads}")
+            engine.save(store, checkpoint)
+            update(engine, UPDATES // 2, UPDATES // 2 + 1)
         else:
-            engine.load(store, f"threads-{threads}")
+            engine.load(store, checkpoint)
             print(update(engine, UPDATES // 2, UPDATES))
+    if mode == "straight":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

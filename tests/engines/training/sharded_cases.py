@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.weights.checksum import weights_checksum
 from cairn.storage.opening import open_store
 from cairn.storage.store.errors import StoreRefused
@@ -89,6 +90,25 @@ def run_cases(folder: Path, work: Path, rank: int, world_size: int) -> dict[str,
     report["values"] = [values.tolist() for values in critic.score(BATCH, "critic")]
     critic.save(store, f"critic-{world_size}")
     report["critic's digest"] = critic.state_digest()
+
+    clipped: dict[str, Any] = {"algorithm": ALGORITHM, "max_tokens_per_gpu": 120, "adam_eps": EPS, "clip_grad": CLIP}
+
+    def update(engine: TorchEngine, version: int) -> dict[str, float]:
+        return engine.train(BATCH, num_steps=1, expected_version=version, input_digest="d").metrics
+
+    fused = make_engine(folder, **clipped, **ranks)
+    for group in fused._learners["actor"].optimizer.param_groups:  # type: ignore[attr-defined]
+        group["fused"] = True  # as on the host
+    hosted = make_engine(folder, fsdp_cpu_offload=True, **clipped, **ranks)
+    report["fused"], report["on the host"] = ([update(each, v) for v in range(3)] for each in (fused, hosted))
+    report["fused digest"], report["host's saved digest"] = fused.state_digest(), hosted.state_digest()
+    hosted.save(store, f"host-{world_size}")
+    report["host's next"] = [update(hosted, 3), hosted.state_digest()]
+    hosted = make_engine(folder, fsdp_cpu_offload=True, **clipped, **ranks)
+    hosted.load(store, f"host-{world_size}")
+    hosted.offload()
+    hosted.onload()
+    report["host's next again"] = [update(hosted, 3), hosted.state_digest()]
 
     experts = work / "experts"
     mixture = make_engine(experts if experts.is_dir() else architecture("deepseek_v3").save(experts), **ranks)

@@ -81,6 +81,24 @@ def test_losses_and_metrics_are_those_of_one_rank_though_micro_batches_are_uneve
     assert two["bfloat16"]["grad_norm"] == pytest.approx(one["bfloat16"]["grad_norm"], rel=1e-2)
 
 
+def test_updates_on_the_host_are_those_on_the_device_bit_for_bit(one: Report, two: Report) -> None:
+    for report in (one, two):
+        assert report["on the host"] == report["fused"]
+        assert report["host's saved digest"] == report["fused digest"]
+        for expected, found in zip(report["metrics"], report["fused"], strict=False):
+            assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_a_checkpoint_of_the_host_continues_in_equal_bits_and_loads_without_it(
+    one: Report, two: Report, folder: Path, work: Path
+) -> None:
+    for report in (one, two):
+        assert report["host's next again"] == report["host's next"]
+    engine = make_engine(folder, algorithm=ALGORITHM)
+    engine.load(open_store(str(work / "store")), "host-2")
+    assert engine.position().state_digest == two["host's saved digest"]
+
+
 def test_ranks_agree_on_everything_they_report(both: list[Report]) -> None:
     first, second = both
     differing = {name for name in first if first[name] != second[name]}
