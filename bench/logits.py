@@ -38,6 +38,7 @@ from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.training.factory import make_engine
 from cairn.engines.training.vocabulary import Part, Softmax, evaluate
 from cairn.engines.types.types import TrainBatch
+from tests.flows.plan.measured import highest
 
 HIDDEN, PROMPT, TEMPERATURE = 8, 64, 0.7
 SCALES = (0.25, 3.0)
@@ -187,16 +188,6 @@ def errors(rank: int, ranks: int, vocabulary: int) -> Result:
             f"entropies {scale}": (found.entropies - entropies).abs().max().item(),
         }
     return report
-
-
-def highest(profiled: Any) -> int:
-    """Return the most bytes that were allocated at a time, beside those before."""
-    now = most = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
 
 
 def build_model(vocabulary: int, tokens: int, folder: str) -> None:

@@ -474,10 +474,10 @@ class RolloutConfig(Section):
         """Whether tokens are drawn from a part of the vocabulary only."""
         return self.rollout_top_p < 1 or self.rollout_top_k > 0
 
-    rollout_health_check_first_wait: float | None = Field(None, ge=0)
+    rollout_health_check_first_wait: float = Field(0, ge=0)
     """Seconds after the start of an SGLang server in which failed health checks do not count: a server that compiles
-    kernels for its first batches, such as DeepGEMM's, does not respond meanwhile. By default 300 on GPUs, and 0
-    without. slime: `--rollout-health-check-first-wait`."""
+    kernels for its first batches, such as DeepGEMM's, does not respond meanwhile. On GPUs, 0 stands for 300. slime:
+    `--rollout-health-check-first-wait`."""
 
     @field_validator("num_rollout", mode="wrap")
     @classmethod

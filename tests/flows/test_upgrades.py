@@ -31,7 +31,8 @@ from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged, RunDiffers, StaleCommits
 from cairn.storage.upkeep.verification import verify
 from cairn.tasks.steps import STEPS
-from tests.tiny_run import DirectSteps, Events, tiny_context
+from tests.fixtures.ledgers.make import CONFIG
+from tests.tiny_run import DirectSteps, Events, tiny_config, tiny_context
 
 pytestmark = pytest.mark.proof
 
@@ -84,6 +85,10 @@ def test_every_reading_command_reads_it(earlier: str, run: str) -> None:
     assert run in cairn("runs", "--store", earlier)
     assert "first differ at 000002" in cairn("diff", "parent", "branch", "--store", earlier, code=1)
     assert cairn("gc", run, "--store", earlier)
+
+
+def test_the_recipe_that_started_a_run_still_continues_it(earlier: str) -> None:
+    Ledger.open(open_store(earlier), "parent", tiny_config(Path("."), **CONFIG))  # raises where a default has changed
 
 
 @pytest.mark.parametrize("step", ["reward", "reward.00-000"])

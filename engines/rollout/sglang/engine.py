@@ -134,13 +134,12 @@ class SGLangEngine(ServerWeights):
         """Whether samples are paused until the update of the weights has ended."""
         self._loads = Loads(self.server.url)
         self._hung: str | None = None
-        first_wait = config.rollout_health_check_first_wait
         self._watch = Watch(
             self.server.url,
             config.rollout_health_check_interval,
             config.rollout_health_check_timeout,
             self._end_hung_server,
-            first_wait=(0 if device == "cpu" else COMPILATION) if first_wait is None else first_wait,
+            first_wait=config.rollout_health_check_first_wait or (0 if device == "cpu" else COMPILATION),
         )
 
     def open(self) -> Stream:

@@ -151,5 +151,5 @@ LAYOUTS = (
 they have their own GPUs here, as many."""
 
 NEED_OFFLOADING = ("run-glm4.7-355B-A32B", "run-deepseek-r1")
-"""Of which its documentation says that the optimizer has to be in the host's memory. It says so of run-qwen3-30B-A3B
-too, whose weights, gradients and moments leave 10 GiB here."""
+"""Scripts whose optimizer has to be in the host's memory, as slime's documentation says. It says so of
+run-qwen3-30B-A3B too, whose weights, gradients and moments leave 10 GiB here."""
