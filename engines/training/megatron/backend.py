@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from cairn.engines.training.megatron.cpu import TESTED_VERSION
 from cairn.engines.training.megatron.fusions import fusions_on_gpu
+from cairn.engines.training.megatron.permitted import TESTED_VERSION
 from cairn.engines.types.errors import EngineError
 
 
@@ -54,21 +54,13 @@ def without_transformer_engine(device: torch.device, process_group: str, **overr
     Args:
         overrides: further fields of TransformerConfig.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-
-    from cairn.engines.training.megatron.cpu_modules import CpuSpecProvider, Norm, layer_spec
-
-    def spec(config: Any, *, experts: bool) -> Any:
-        feed_forward = get_mlp_module_spec_for_backend(
-            CpuSpecProvider(), num_experts=config.num_moe_experts if experts else None
-        )
-        return layer_spec(config, feed_forward)
+    from cairn.engines.training.megatron.cpu_modules import Norm, layer_spec
 
     fusions = ("bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion", "apply_rope_fusion")
     return Backend(
         device=device,
         process_group=process_group,
-        layer_spec=spec,
+        layer_spec=layer_spec,
         norm=Norm,
         overrides=lambda *_: {
             **dict.fromkeys(fusions, False),

@@ -11,7 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import (
@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -98,6 +99,32 @@ class WholeNorm(torch.nn.Module):
             {"weight": 0},
             sharded_offsets,
         )
+
+
+class WholeNormAttention(SelfAttention):
+    """Attention whose queries and keys are normalised over all heads.
+
+    The norms are no part of its specification, which needs `qk_layernorm`. With it Megatron would sum these norms'
+    gradients over ranks, each of which has other heads.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        width, eps = self.hidden_size_per_attention_head, config.layernorm_epsilon
+        self.q_layernorm = WholeNorm(config, width, eps, config.num_attention_heads)
+        self.k_layernorm = WholeNorm(config, width, eps, config.num_query_groups)
+
+
+class LatentAttention(MLASelfAttention):
+    """Latent attention that is built from the modules of its specification.
+
+    0.19.2, transformer.mla_qk_norm_config, puts a norm of its own before a query projection without a latent, which
+    no model has there, and knows no modules but its own for a norm merged into a linear layer.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        names = "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm"
+        return {name: getattr(submodules, name) for name in names}
 
 
 # The critic's head on Megatron: linear from the hidden size to 1, in place of a policy's output layer.
@@ -295,10 +322,7 @@ def build_optimizer(training: TrainingConfig, model: Model, wrapped: list[Any]) 
             **options_of("optimizer", training.megatron),
         }
     )
-    # Without these overrides everything decays.
-    optimizer = get_megatron_optimizer(
-        options, wrapped, get_standard_config_overrides(options), use_gloo_process_groups=False
-    )
+    optimizer = get_megatron_optimizer(options, wrapped, use_gloo_process_groups=False)
     # Where only experts are trained, the optimizer of all other parameters is a stub on all ranks.
     optimizer.chained_optimizers = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     for part in optimizer.chained_optimizers:
@@ -435,14 +459,12 @@ def _block_spec(
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
     specs = [backend.layer_spec(config, experts=has_experts(config, layer)) for layer in layers]
     for layer, spec in zip(layers, specs, strict=True):
+        if config.multi_latent_attention:
+            spec.submodules.self_attention.module = LatentAttention
         if config.linear_attention_freq is not None and config.linear_attention_freq[layer]:
             spec.submodules.self_attention = delta_net_spec(spec.submodules.self_attention.submodules)
         if family.whole_norms:
-            # Not by `qk_layernorm`: with it Megatron sums these norms' gradients over ranks, each of which has other
-            # heads.
-            attention = spec.submodules.self_attention.submodules
-            attention.q_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_attention_heads})
-            attention.k_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_query_groups})
+            spec.submodules.self_attention.module = WholeNormAttention
     if family.post_norms:
         add = ModuleSpec(PostNorm, params={"config": config, "norm": backend.norm})
         for spec in specs:

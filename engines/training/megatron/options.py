@@ -18,7 +18,7 @@ from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.models.folders import check_model_folder, sees_images
 from cairn.engines.processes.syntax import parsed
 from cairn.engines.training.megatron.families import family_of
-from cairn.engines.training.megatron.permitted import PERMITTED
+from cairn.engines.training.megatron.permitted import PERMITTED, TESTED_VERSION
 from cairn.engines.types.errors import BadModel
 
 SOURCES = {
@@ -81,7 +81,10 @@ def option_names() -> dict[str, frozenset[str]]:
     folders = [Path(folder) / "core" for folder in (spec.submodule_search_locations or ())] if spec else []
     folder = next((folder for folder in folders if folder.is_dir()), None)
     if folder is None:
-        raise MegatronMissing("megatron-core is not installed: pip install 'cairn-rl[megatron]'")
+        raise MegatronMissing(
+            "megatron-core is not installed: pip install 'cairn-rl[megatron]', and on Python 3.11, for which it has "
+            f"wheels too, pip install --no-deps --ignore-requires-python megatron-core=={TESTED_VERSION}"
+        )
     return {
         part: frozenset(name for file, cls in classes for name in _fields(folder / file, cls))
         for part, classes in SOURCES.items()
