@@ -22,9 +22,9 @@ FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04 AS gpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 NVTE_FRAMEWORK=pytorch MAX_JOBS=8
 RUN apt-get update && apt-get install --yes --no-install-recommends python3-dev python3-venv git ninja-build \
     && rm -rf /var/lib/apt/lists/* && python3 -m venv /opt/cairn && python3 -m venv /opt/sglang
-RUN /opt/sglang/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130 \
+RUN /opt/sglang/bin/pip install torch==2.14.1 --index-url https://download.pytorch.org/whl/cu130 \
     --extra-index-url https://pypi.org/simple \
-    && /opt/sglang/bin/pip install sglang==0.5.21 sglang-router==0.3.2 fastapi==0.150.0
+    && /opt/sglang/bin/pip install sglang==0.5.23 sglang-router==0.3.2 fastapi==0.150.0
 ENV PATH=/opt/cairn/bin:$PATH CAIRN_SGLANG_PYTHON=/opt/sglang/bin/python
 WORKDIR /src
 COPY constraints.txt ./

@@ -21,7 +21,7 @@ from cairn.engines.processes.libraries import environment as library_environment
 from cairn.engines.processes.syntax import parsed
 from cairn.engines.types.errors import EngineError
 
-TESTED_VERSION = "0.5.21"
+TESTED_VERSION = "0.5.23"
 """The version for which `cpu/` is made; other versions are refused without a GPU."""
 
 INTERPRETER = "CAIRN_SGLANG_PYTHON"

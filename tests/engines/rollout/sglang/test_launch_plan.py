@@ -36,6 +36,11 @@ def groups(*kinds: dict[str, Any]) -> dict[str, Any]:
         ({"sglang": {"tp_size": 2}}, [ServerPlan(options={"tp_size": 2})], None),
         ({"num_gpus_per_engine": 4}, [ServerPlan(num_gpus=4, options={"tp_size": 4})], None),
         (
+            {"num_gpus_per_engine": 4, "sglang": {"attn_dp_size": 4}},
+            [ServerPlan(num_gpus=4, options={"attn_dp_size": 4, "tp_size": 4})],
+            None,
+        ),
+        (
             {"num_gpus_per_engine": 4, "sglang": {"dp_size": 4, "enable_dp_attention": True}},
             [ServerPlan(num_gpus=4, options={"dp_size": 4, "enable_dp_attention": True, "tp_size": 4})],
             None,

@@ -13,6 +13,7 @@ from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.rollout.plan import Place
 from cairn.engines.rollout.sglang.installation import (
     STAND_INS,
+    TESTED_VERSION,
     Installation,
     SGLangMissing,
     option_problems,
@@ -122,8 +123,8 @@ def test_unknown_options_and_those_that_cairn_sets_are_named() -> None:
         )
     )
     assert problems == [
-        "rollout.sglang.rpc_ipc_name is not an option of SGLang 0.5.21; did you mean otlp_service_name?",
-        "rollout.sglang.attention_backnd is not an option of SGLang 0.5.21; did you mean attention_backend?",
+        f"rollout.sglang.rpc_ipc_name is not an option of SGLang {TESTED_VERSION}; did you mean otlp_service_name?",
+        f"rollout.sglang.attention_backnd is not an option of SGLang {TESTED_VERSION}; did you mean attention_backend?",
         "rollout.sglang.port is set by Cairn itself; leave it out",
         "rollout.sglang.api_key is a secret, and configurations are recorded with the run: leave it out",
     ]
@@ -195,6 +196,6 @@ def test_stand_ins_are_set_for_that_process_alone_and_another_version_of_sglang_
 
     another = Installation(installation.python)
     another.__dict__["version"] = "0.5.20"
-    with pytest.raises(SGLangMissing, match=r"without a GPU SGLang 0\.5\.21 is needed and .* has 0\.5\.20"):
+    with pytest.raises(SGLangMissing, match=f"without a GPU SGLang {TESTED_VERSION} is needed and .* has 0.5.20"):
         another.environment(on_cpu=True, num_threads=1, variables={})
     assert another.environment(on_cpu=False, num_threads=1, variables={})
