@@ -230,12 +230,19 @@ class Kind:
         known = f"name one of {', '.join(LOSS.built_in_names())}, or none" if self is ESTIMATOR else "leave it out"
         raise BadPlugin(f"the {self.name} {name!r} declares the loss {loss!r}, which does not fit it: {known}")
 
+    def declaration(self, name: str) -> Declaration:
+        """Return what the code `name` declares. Raises BadPlugin as `load`."""
+        return self.built_in_declaration(name) or declared(self.load(name))
+
     def built_in_declaration(self, name: str) -> Declaration | None:
         """Return the declaration of a built-in one.
 
-        Returns None for user code, which only `load` may run, and for an unknown name.
+        It is read from the source where it consists of literals: losses import PyTorch, which takes seconds. Returns
+        None for user code, which only `load` may run, and for an unknown name.
         """
-        return declared(self.load(name)) if name in self.built_in_names() else None
+        if name not in self.built_in_names():
+            return None
+        return _written_declaration(self.package, name, self.function) or declared(self.load(name))
 
 
 @dataclass(frozen=True)
@@ -251,13 +258,37 @@ class ToolKind(Kind):
         return tool
 
 
-@cache
-def _files(package: str) -> list[str]:
-    """Return the names of the modules in a package."""
+def _folder(package: str) -> Path:
     spec = find_spec(package)
     assert spec is not None
     assert spec.origin is not None
-    return [file.stem for file in Path(spec.origin).parent.glob("*.py") if file.stem != "__init__"]
+    return Path(spec.origin).parent
+
+
+@cache
+def _files(package: str) -> list[str]:
+    """Return the names of the modules in a package."""
+    return [file.stem for file in _folder(package).glob("*.py") if file.stem != "__init__"]
+
+
+@cache
+def _written_declaration(package: str, name: str, function: str) -> Declaration | None:
+    """Return what a function's source declares, without importing its file; None where only Python can tell."""
+    for node in ast.parse((_folder(package) / f"{name}.py").read_text("utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
+            if not node.decorator_list:
+                return Declaration()
+            decorator = node.decorator_list[0]
+            if len(node.decorator_list) > 1 or not isinstance(decorator, ast.Call):
+                return None
+            if ast.unparse(decorator.func) != plugin.__name__ or decorator.args:
+                return None
+            try:
+                values = {str(one.arg): ast.literal_eval(one.value) for one in decorator.keywords}
+            except ValueError:
+                return None
+            return declared(plugin(**values)(lambda: None))
+    return None
 
 
 ESTIMATOR = Kind(
@@ -467,7 +498,7 @@ def readers(kind: Kind) -> dict[str, list[str]]:
     """Return the options that some built-in functions of a kind read, each with the names of these functions."""
     names: dict[str, list[str]] = {}
     for name in kind.built_in_names():
-        for option in sorted(declared(kind.load(name)).reads):
+        for option in sorted(kind.declaration(name).reads):
             names.setdefault(option, []).append(name)
     return names
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from cairn.configs.kinds import ESTIMATOR, LOSS, declared
+from cairn.configs.kinds import ESTIMATOR, LOSS
 from cairn.configs.schema.base import Code, Section, Text, rule
 from cairn.configs.schema.effect import When, when
 
@@ -372,7 +372,7 @@ class AlgorithmConfig(Section):
         name = self.advantage_estimator
         if self.names_a_loss:
             return self.loss_type
-        declaration = declared(ESTIMATOR.load(name)) if "." in name else ESTIMATOR.built_in_declaration(name)
+        declaration = ESTIMATOR.declaration(name) if "." in name else ESTIMATOR.built_in_declaration(name)
         return (declaration and declaration.loss) or self.loss_type
 
     @property

@@ -30,7 +30,8 @@ def read_tokenizer(folder: str | Path) -> Any:
     """
     from transformers import AutoTokenizer  # takes seconds, and the digest needs none of it
 
-    from cairn.engines.models.folders import ARCHITECTURE_OF, read_config
+    from cairn.engines.models.configs import ARCHITECTURE_OF
+    from cairn.engines.models.folders import read_config
 
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     file = Path(folder) / "config.json"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.plan.tensors import Layer, Model
-from cairn.engines.training.vocabulary import chunk_logits
+from cairn.engines.training.chunks import chunk_logits
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,11 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import prod
-from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig
-
 from cairn.configs.catalogue import Hardware
-from cairn.engines.models.folders import check_model_folder, open_weights, parameter_names
+from cairn.engines.models.configs import Config
 from cairn.engines.plan.serving import Serving, served_parameters
 from cairn.engines.plan.tensors import Model, Part
 
@@ -48,16 +44,7 @@ class ModelSize:
         return 6 * self.parameters * sum(lengths) + 12 * seen
 
 
-@cache
-def folder_size(path: str) -> ModelSize:
-    """Return the size of the model in a folder, from its config and the headers of its weight files. Raises
-    BadModel."""
-    config, names = check_model_folder(path).get_text_config(), parameter_names(path)
-    weights = open_weights(Path(path)).items()
-    return size_of(config, {name: weight.get_shape() for name, weight in weights if name in names})
-
-
-def size_of(config: PretrainedConfig, shapes: Mapping[str, Sequence[int]]) -> ModelSize:
+def size_of(config: Config, shapes: Mapping[str, Sequence[int]]) -> ModelSize:
     """Return the size of a model with this config.
 
     Args:

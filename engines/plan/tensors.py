@@ -1,4 +1,5 @@
-"""The tensors of a model from its config alone: the library makes the model without memory for its weights."""
+"""A model's tensors and sizes, from which all else is planned. `cairn.engines.plan.published` has those of published
+models, `cairn.engines.plan.library` makes those of any other."""
 
 import re
 from collections import Counter
@@ -6,13 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from math import prod
-from typing import Any
 
-import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
-
-from cairn.engines.models.folders import ARCHITECTURE_OF, KNOWN_TYPES, require_no_code, sees_images
-from cairn.engines.types.errors import BadModel
+from cairn.engines.models.configs import Config
 
 
 class Part(Enum):
@@ -90,7 +86,7 @@ class Layer:
 class Model:
     """A model as its config describes it."""
 
-    config: PretrainedConfig
+    config: Config
     """Config of the language model."""
     tensors: tuple[Tensor, ...]
     """Tensors of the model; tied tensors count once."""
@@ -184,35 +180,3 @@ class Model:
             Layer(kind.removesuffix("_attention"), norms[number], width[number], expert[number])
             for number, kind in enumerate(kinds)
         )
-
-
-def model_of(config: PretrainedConfig) -> Model:
-    """Return the causal language model of a config, with its tensors.
-
-    Raises BadModel where the library cannot make it, or where it reads images.
-    """
-    if sees_images(config):
-        raise BadModel(f"a {config.model_type} reads images, whose memory and time the plan does not include")
-    text = config.get_text_config()
-    try:
-        with torch.device("meta"):
-            made: Any = AutoModelForCausalLM.from_config(text)
-    except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError, RuntimeError) as error:
-        raise BadModel(f"no {text.model_type} model can be made of the config: {error}") from error
-    return Model(text, tuple(Tensor(name, tuple(value.shape)) for name, value in made.named_parameters()))
-
-
-def config_of(stored: dict[str, Any]) -> PretrainedConfig:
-    """Return the contents of a config.json as the library's config object. Raises BadModel."""
-    kind = stored.get("model_type")
-    if not isinstance(kind, str):
-        raise BadModel("the config has no model_type, which says its architecture")
-    require_no_code(stored, "the config", KNOWN_TYPES)
-    known_as = ARCHITECTURE_OF.get(kind, kind)
-    if known_as not in CONFIG_MAPPING:
-        raise BadModel(f"the config is of a {kind} model, which the library does not know")
-    own = {name: value for name, value in stored.items() if name not in ("model_type", "auto_map", "architectures")}
-    try:
-        return CONFIG_MAPPING[known_as].from_dict(own)
-    except Exception as error:  # the library reports a broken config with whatever its many config classes raise
-        raise BadModel(f"the config of a {kind} model cannot be read: {error}") from error

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from cairn.configs.schema.reward import RewardModelConfig
-from cairn.engines.models.folders import check_reward_model_folder, context_length, load_reward_model
+from cairn.engines.models.configs import context_length
+from cairn.engines.models.folders import check_reward_model_folder, load_reward_model
 from cairn.engines.models.tokenizers import load_tokenizer, stop_clock
 from cairn.engines.processes.fingerprint import TORCH, engine_environment
 from cairn.engines.types.errors import BadModel

@@ -14,14 +14,13 @@ import torch.distributed as dist
 from cairn.configs.kinds import LOSS, declared
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.processes.fingerprint import TORCH, engine_environment
 from cairn.engines.training.aggregations import NO_WEIGHT, Weight, sequence_weights
 from cairn.engines.training.batching import MicroBatch, check_batch, check_trainable, split_steps
 from cairn.engines.training.collate import collate_trained
 from cairn.engines.training.losses.objective import correction_weights
-from cairn.engines.training.needs import has_critic, scores_needed
+from cairn.engines.training.needs import has_critic
 from cairn.engines.training.optimizer import learning_rate, weight_decay
 from cairn.engines.training.protocol import over_steps
 from cairn.engines.types.errors import EngineError, NotFinite, WrongVersion
@@ -100,13 +99,6 @@ MISSING_MODEL_MESSAGES = {
 
 _FINITE = ("loss", "value_loss", "grad_norm", "critic_grad_norm")
 """Metrics that must be finite before a step is taken."""
-
-
-def untrained_models(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[ModelRole, str]:
-    """Return the folders of the models that an algorithm scores samples with and that no optimizer changes."""
-    folders: dict[ModelRole, str | None] = {"ref": model.ref_path or model.path, "teacher": model.teacher_path}
-    roles = scores_needed(algorithm).values()
-    return {role: folder for role, folder in folders.items() if role in roles and folder is not None}
 
 
 class Learner(Protocol):

@@ -4,8 +4,9 @@ They are what the functions named in a configuration declare (`cairn.configs.kin
 addition.
 """
 
-from cairn.configs.kinds import ESTIMATOR, LOSS, declared
+from cairn.configs.kinds import ESTIMATOR, LOSS
 from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.run import ModelConfig
 from cairn.engines.types.types import ModelRole
 
 SCORES: dict[str, ModelRole] = {
@@ -29,19 +30,19 @@ def advantage_needs(algorithm: AlgorithmConfig) -> Needs:
     if algorithm.use_opd:
         needs |= dict.fromkeys(("old_log_probs", "teacher_log_probs"), "use_opd")
     name = algorithm.advantage_estimator
-    scored = declared(ESTIMATOR.load(name)).needs & SCORES.keys()
+    scored = ESTIMATOR.declaration(name).needs & SCORES.keys()
     return needs | dict.fromkeys(scored, f"advantage_estimator={name}")
 
 
 def needs_components(algorithm: AlgorithmConfig) -> bool:
     """Return whether the advantage step reads the graders' components as well as the reward."""
-    return "components" in declared(ESTIMATOR.load(algorithm.advantage_estimator)).needs
+    return "components" in ESTIMATOR.declaration(algorithm.advantage_estimator).needs
 
 
 def loss_needs(algorithm: AlgorithmConfig) -> Needs:
     """Return the columns of a batch that the losses of the actor and, where there is one, the critic read."""
     name = algorithm.loss
-    needs: Needs = dict.fromkeys(declared(LOSS.load(name)).needs, f"loss_type={name}")
+    needs: Needs = dict.fromkeys(LOSS.declaration(name).needs, f"loss_type={name}")
     if has_critic(algorithm):
         reason = needs.get("values", f"advantage_estimator={algorithm.advantage_estimator}")
         needs |= dict.fromkeys(("values", "returns"), reason)
@@ -77,18 +78,18 @@ def old_policy_is_current(algorithm: AlgorithmConfig, num_steps: int) -> bool:
     """
     if num_steps > 1 or algorithm.use_rollout_logprobs or algorithm.tis_batch_normalize:
         return False
-    return declared(LOSS.load(algorithm.loss)).picks is None
+    return LOSS.declaration(algorithm.loss).picks is None
 
 
 def is_policy_gradient(algorithm: AlgorithmConfig) -> bool:
     """Return whether the loss uses advantages; only then do entropies, divergences and corrections have a meaning."""
-    return "advantages" in declared(LOSS.load(algorithm.loss)).needs
+    return "advantages" in LOSS.declaration(algorithm.loss).needs
 
 
 def has_critic(algorithm: AlgorithmConfig) -> bool:
     """Return whether a critic is trained as well as the actor: whether the advantages or the loss use its values."""
-    functions = (ESTIMATOR.load(algorithm.advantage_estimator), LOSS.load(algorithm.loss))
-    return any("values" in declared(function).needs for function in functions)
+    declarations = ESTIMATOR.declaration(algorithm.advantage_estimator), LOSS.declaration(algorithm.loss)
+    return any("values" in declaration.needs for declaration in declarations)
 
 
 def scores_needed(algorithm: AlgorithmConfig, num_steps: int = 1) -> dict[str, ModelRole]:
@@ -105,3 +106,10 @@ def scores_needed(algorithm: AlgorithmConfig, num_steps: int = 1) -> dict[str, M
     if algorithm.use_rollout_logprobs:
         needs -= {"old_log_probs"}  # the rollout engine's are used
     return {column: role for column, role in SCORES.items() if column in needs}
+
+
+def untrained_models(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[ModelRole, str]:
+    """Return the folders of the models that an algorithm scores samples with and that no optimizer changes."""
+    folders: dict[ModelRole, str | None] = {"ref": model.ref_path or model.path, "teacher": model.teacher_path}
+    roles = scores_needed(algorithm).values()
+    return {role: folder for role, folder in folders.items() if role in roles and folder is not None}

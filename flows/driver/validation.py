@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from cairn.configs.catalogue import published_config, published_relative
+from cairn.configs.catalogue import published_relative
 from cairn.configs.errors import BadData, BadPrompt
 from cairn.configs.kinds import OPTIONS, declared, named
 from cairn.configs.plugins import BadPlugin
@@ -21,7 +21,8 @@ from cairn.configs.schema.evaluation import BenchmarkConfig
 from cairn.configs.schema.operations import TrackingConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.requirements import placement_problems, weight_problems
-from cairn.engines.models.folders import check_model_folder, context_length, end_tokens, sees_images
+from cairn.engines.models.configs import context_length, sees_images
+from cairn.engines.models.folders import check_model_folder, end_tokens
 from cairn.engines.models.tokenizers import load_tokenizer
 from cairn.engines.processes.libraries import problems as variable_problems
 from cairn.engines.rollout.plan import NAMES, kind_of
@@ -108,15 +109,14 @@ def portable_problems(config: RunConfig, note: Note = _ignore) -> list[str]:
         note(sentence)
     problems += [*placement_problems(config), *weight_problems(config)]
     if config.training.engine == "megatron":
-        from cairn.engines.plan.tensors import config_of
+        from cairn.engines.plan.published import published_model
         from cairn.engines.training.megatron.options import model_problems
 
         relative = published_relative(Path(config.model.path).name)
-        published = None if relative is None else published_config(relative)
-        if published is None:
+        if relative is None:
             note(f"model.path: there is no published model {Path(config.model.path).name!r} to check the layout with")
         else:
-            problems += model_problems(config.training, config_of(published).get_text_config())
+            problems += model_problems(config.training, published_model(relative).config)
     return list(dict.fromkeys(problems))
 
 

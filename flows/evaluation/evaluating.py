@@ -12,7 +12,8 @@ from transformers.utils import logging as transformers_logging
 
 from cairn.configs.schema.evaluation import Benchmark, EngineOptions
 from cairn.engines.agents.episodes.samples import SampleEngine
-from cairn.engines.models.folders import check_model_folder, context_length
+from cairn.engines.models.configs import context_length
+from cairn.engines.models.folders import check_model_folder
 from cairn.engines.models.tokenizers import load_tokenizer, tokenizer_digest
 from cairn.engines.rollout.plan import Place, kind_of, make_engine
 from cairn.engines.types.errors import BadModel

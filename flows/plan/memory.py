@@ -19,8 +19,7 @@ from cairn.engines.plan.ranks import (
 from cairn.engines.plan.rates import CacheNeed, Decoding, cache_need
 from cairn.engines.plan.serving import Serving, default_static_fraction, served_parameters
 from cairn.engines.plan.tensors import Model, Tensor
-from cairn.engines.training.exactly_once import untrained_models
-from cairn.engines.training.needs import has_critic
+from cairn.engines.training.needs import has_critic, untrained_models
 from cairn.flows.plan.subject import CachePlan, Row, Subject, planned_model, scaled
 
 # Memory of the rollout engines, and the number of samples that fit in it.

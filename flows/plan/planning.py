@@ -6,7 +6,7 @@ from typing import Any
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.requirements import placement_problems, weight_problems
-from cairn.engines.models.folders import context_length
+from cairn.engines.models.configs import context_length
 from cairn.engines.plan.activations import bytes_of
 from cairn.engines.plan.ranks import adapter_size, is_trained, optimizer_share_on_host
 from cairn.engines.plan.rates import bubble, model_size

@@ -7,11 +7,12 @@ from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 
-from cairn.configs.catalogue import CPU, Hardware, hardware, published_config, published_names, published_relative
+from cairn.configs.catalogue import CPU, Hardware, hardware, published_names, published_relative
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.models.folders import context_length
+from cairn.engines.models.configs import context_length
 from cairn.engines.plan.peaks import peak_tflops
-from cairn.engines.plan.tensors import Model, config_of, model_of
+from cairn.engines.plan.published import published_model
+from cairn.engines.plan.tensors import Model
 from cairn.engines.rollout.plan import EngineKind, kind_of
 from cairn.engines.types.errors import BadModel
 from cairn.storage.records import Record
@@ -249,6 +250,8 @@ def planned_model(path: str) -> tuple[Model, str]:
     """
     folder = Path(path)
     if (file := folder / "config.json").is_file():
+        from cairn.engines.plan.library import config_of, model_of  # PyTorch takes seconds to import
+
         try:
             written = from_json(file.read_bytes())
             # Published configs keep the quantization of the weights too.
@@ -257,8 +260,7 @@ def planned_model(path: str) -> tuple[Model, str]:
             raise BadModel(f"{file} cannot be read: {error}") from error
         return model_of(config), str(file)
     relative = published_relative(folder.name)
-    stored = None if relative is None else published_config(relative)
-    if stored is None:
+    if relative is None:
         near = get_close_matches(folder.name, published_names(), 1)
         meant = f" (nearest: {near[0]})" if near else ""
         raise BadModel(
@@ -266,7 +268,7 @@ def planned_model(path: str) -> tuple[Model, str]:
             f"{folder.name!r}{meant}: use a folder in Hugging Face format, or the name of a published model"
         )
     other = "" if relative == folder.name else f", whose architecture {folder.name} is taken to have"
-    return model_of(config_of(stored)), f"the published config of {relative}{other}"
+    return published_model(relative), f"the published config of {relative}{other}"
 
 
 def subject_of(

@@ -46,11 +46,8 @@ def open_data(config: RunConfig, tokenizer: Any, check: Check | None = None) -> 
         return MixedData.open(data.mixture, tokenizer, check, template_tools(config.rollout), workers)
     if config.samples_responses:
         return PromptData.open(data, data.path, tokenizer, check, template_tools(config.rollout), workers)
-    from cairn.engines.models.folders import (  # PyTorch takes seconds to import
-        check_model_folder,
-        context_length,
-        end_tokens,
-    )
+    from cairn.engines.models.configs import context_length
+    from cairn.engines.models.folders import check_model_folder, end_tokens  # PyTorch takes seconds to import
 
     return DemonstrationData.open(
         data,

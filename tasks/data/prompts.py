@@ -48,7 +48,8 @@ class RowImages:
     def __init__(self, format: RowFormat, folder: str, base_file: str | None = None) -> None:
         """Create the reader. `folder`: of the model. `base_file`: the file of the rows, whose folder relative paths
         start from. Raises BadData where the model sees no images."""
-        from cairn.engines.models.folders import check_model_folder, sees_images  # what few data sets need
+        from cairn.engines.models.configs import sees_images
+        from cairn.engines.models.folders import check_model_folder  # what few data sets need
         from cairn.engines.models.vision import image_processor
 
         config = check_model_folder(folder)

@@ -312,7 +312,8 @@ def _usable(run: RunContext, request: SampleRequest, sample: GeneratedSample) ->
 @cache
 def _limits(model: str) -> tuple[int, int]:
     """Return the longest sequence and the number of token ids of a model."""
-    from cairn.engines.models.folders import check_model_folder, context_length  # PyTorch takes seconds to import
+    from cairn.engines.models.configs import context_length
+    from cairn.engines.models.folders import check_model_folder  # PyTorch takes seconds to import
 
     config = check_model_folder(model)
     return context_length(config), config.get_text_config().vocab_size

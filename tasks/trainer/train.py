@@ -5,7 +5,7 @@ the input that is to be trained now, its result is committed and nothing is trai
 is first restored to the committed weights.
 """
 
-from cairn.engines.plan.rates import folder_size as model_size
+from cairn.engines.plan.library import folder_size as model_size
 from cairn.engines.types.types import Position, TrainResult
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.tasks.batch.batch import train_batch

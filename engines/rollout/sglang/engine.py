@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from cairn.configs.schema.rollout import RolloutConfig
-from cairn.engines.models.folders import check_model_folder, context_length, parameter_names
+from cairn.engines.models.configs import context_length
+from cairn.engines.models.folders import check_model_folder, parameter_names
 from cairn.engines.rollout.admission import Occupancy
 from cairn.engines.rollout.plan import Place
 from cairn.engines.rollout.requests import validate_requests

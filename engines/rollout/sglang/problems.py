@@ -5,7 +5,8 @@ from pathlib import Path
 
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.models.folders import check_model_folder, sees_images
+from cairn.engines.models.configs import sees_images
+from cairn.engines.models.folders import check_model_folder
 from cairn.engines.models.quantized import BlockFp8, quantization_of
 from cairn.engines.rollout.sglang.completions import routes_problems, support_problems, version_problems
 from cairn.engines.rollout.sglang.installation import Installation, SGLangMissing, option_problems, router_problems

@@ -27,7 +27,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from cairn.engines.models.folders import context_length, sees_images
+from cairn.engines.models.configs import context_length, sees_images
 from cairn.engines.models.routing import RouteRecorder
 from cairn.engines.rollout.requests import sees_no_images
 from cairn.engines.rollout.transformers.kv_cache import (

@@ -16,7 +16,7 @@ from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.processes.fingerprint import MEGATRON
 from cairn.engines.training.batching import MicroBatch, pack_micro_batches
 from cairn.engines.training.collate import Tokens
-from cairn.engines.training.exactly_once import ExactlyOnceEngine, untrained_models
+from cairn.engines.training.exactly_once import ExactlyOnceEngine
 from cairn.engines.training.losses.objective import Metrics, objective
 from cairn.engines.training.losses.value import value_objective
 from cairn.engines.training.megatron import checkpoint
@@ -27,7 +27,7 @@ from cairn.engines.training.megatron.model import join_groups, load_model, read_
 from cairn.engines.training.megatron.packing import padded_length
 from cairn.engines.training.megatron.passes import Passes
 from cairn.engines.training.megatron.state import Memory
-from cairn.engines.training.needs import has_critic, teacher_top_k
+from cairn.engines.training.needs import has_critic, teacher_top_k, untrained_models
 from cairn.engines.training.process import join_process_group, prepare_process
 from cairn.engines.training.sharding import raising_together
 from cairn.engines.training.top_k import row_shape

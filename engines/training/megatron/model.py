@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch.nn.functional import silu
 from transformers import PretrainedConfig
 
 from cairn.configs.schema.training import TrainingConfig
@@ -212,6 +213,10 @@ def leave_groups() -> None:
     parallel_state.destroy_model_parallel()
 
 
+ACTIVATIONS = {"silu": silu, "quick_gelu": quick_gelu}
+"""Functions by the names that families have for them. Megatron compares them with its own."""
+
+
 def transformer_config(
     training: TrainingConfig, backend: Backend, family: Family, hf: PretrainedConfig
 ) -> TransformerConfig:
@@ -234,8 +239,7 @@ def transformer_config(
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if training.megatron.get("virtual_pipeline_model_parallel_size") is not None:
         fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-    if fields["activation_func"] == "quick_gelu":  # Megatron compares it with its own function
-        fields["activation_func"] = quick_gelu
+    fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
     # Megatron's model reads these attributes of the configuration, whose class does not declare them.
     undeclared = {name: fields.pop(name) for name in list(fields) if name.startswith("yarn_")}
     kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig

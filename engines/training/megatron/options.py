@@ -12,10 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig
-
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.models.folders import check_model_folder, sees_images
+from cairn.engines.models.configs import Config, sees_images
 from cairn.engines.processes.syntax import parsed
 from cairn.engines.training.megatron.families import family_of
 from cairn.engines.training.megatron.permitted import PERMITTED, TESTED_VERSION
@@ -99,6 +97,8 @@ def options_of(part: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def problems(training: TrainingConfig, model_path: str) -> Iterator[str]:
     """Yield messages on options that Megatron does not have or that cannot be set, and on layouts that do not fit."""
+    from cairn.engines.models.folders import check_model_folder  # PyTorch takes seconds to import
+
     try:
         config = check_model_folder(model_path)
         if sees_images(config):
@@ -114,7 +114,7 @@ def problems(training: TrainingConfig, model_path: str) -> Iterator[str]:
     yield from _gpu_problems(training, hf)
 
 
-def model_problems(training: TrainingConfig, hf: PretrainedConfig) -> Iterator[str]:
+def model_problems(training: TrainingConfig, hf: Config) -> Iterator[str]:
     """Yield the messages that depend only on the configuration and a model's config, not on the machine."""
     try:
         derived = family_of(hf).transformer(hf)
@@ -224,7 +224,7 @@ def _layers_fit(layers: int, pipeline: int, options: Mapping[str, Any]) -> bool:
     return middle and all(count > 0 and count % parts == 0 for count in configured)
 
 
-def _gpu_problems(training: TrainingConfig, hf: PretrainedConfig) -> Iterator[str]:
+def _gpu_problems(training: TrainingConfig, hf: Config) -> Iterator[str]:
     if not training.num_gpus_per_rank:
         return
     if find_spec("transformer_engine") is None:

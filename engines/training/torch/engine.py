@@ -30,11 +30,11 @@ from cairn.engines.training.checkpoint import (
     read_state,
     write_state,
 )
-from cairn.engines.training.exactly_once import ExactlyOnceEngine, untrained_models
+from cairn.engines.training.exactly_once import ExactlyOnceEngine
 from cairn.engines.training.freezing import freeze
 from cairn.engines.training.losses.objective import objective
 from cairn.engines.training.losses.value import value_objective
-from cairn.engines.training.needs import has_critic, teacher_top_k
+from cairn.engines.training.needs import has_critic, teacher_top_k, untrained_models
 from cairn.engines.training.process import prepare_process
 from cairn.engines.training.sharding import (
     copy_part,

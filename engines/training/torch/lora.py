@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from cairn.configs.schema.training import LoraConfig
-from cairn.engines.models.folders import ties_embeddings
+from cairn.engines.models.configs import ties_embeddings
 from cairn.engines.training.freezing import preparation_problems
 from cairn.engines.training.sharding import add_to_part, whole
 from cairn.engines.types.errors import BadModel

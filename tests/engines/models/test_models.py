@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from cairn.configs.catalogue import published_config, published_names
+from cairn.engines.models.configs import context_length
 from cairn.engines.models.folders import (
     check_model_folder,
-    context_length,
     end_tokens,
     eos_token_ids,
     load_causal_lm,

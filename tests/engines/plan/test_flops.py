@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig
 
+from cairn.engines.plan.library import folder_size as model_size
 from cairn.engines.plan.rates import ModelSize
-from cairn.engines.plan.rates import folder_size as model_size
 from tests.architectures import architecture
 
 SIZES: dict[str, Any] = {

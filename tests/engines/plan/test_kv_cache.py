@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from cairn.engines.plan.library import model_of
 from cairn.engines.plan.rates import cache_need
 from cairn.engines.plan.serving import Serving, default_static_fraction, serving_problems
-from cairn.engines.plan.tensors import model_of
 from tests.architectures import architecture
 from tests.engines.plan.test_parameters import published
 

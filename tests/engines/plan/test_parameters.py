@@ -4,8 +4,9 @@ import pytest
 
 from cairn.configs.catalogue import published_config
 from cairn.configs.schema.training import LoraConfig, TrainingConfig
+from cairn.engines.plan.library import config_of, model_of
 from cairn.engines.plan.ranks import adapter_size, parameters_by_stage, stages
-from cairn.engines.plan.tensors import Model, Part, config_of, model_of
+from cairn.engines.plan.tensors import Model, Part
 from cairn.engines.types.errors import BadModel
 from tests.architectures import architecture
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cairn.engines.training import vocabulary
+from cairn.engines.training import chunks
 from cairn.engines.training.log_probs import LogitSupport
 from cairn.engines.training.vocabulary import Part, Softmax, evaluate, read_log_probs
 from cairn.engines.types.types import SamplingSupport
@@ -25,7 +25,7 @@ PADDED = 64
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary, "CHUNK_ON_CPU", 4 * IDS)
+    monkeypatch.setattr(chunks, "CHUNK_ON_CPU", 4 * IDS)
 
 
 def draws(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
@@ -149,7 +149,7 @@ def test_a_micro_batch_without_a_chosen_token_has_a_gradient_of_zero() -> None:
 
 def take_part(rank: int, ranks: int, work: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{work}/rendezvous", rank=rank, world_size=ranks)
-    vocabulary.CHUNK_ON_CPU = 4 * IDS
+    chunks.CHUNK_ON_CPU = 4 * IDS
     width = PADDED // ranks
     part, report = Part(rank * width, IDS, dist.group.WORLD), []
     for temperature, cut in CASES:

@@ -15,6 +15,7 @@ from cairn.configs.loader import load
 from cairn.flows.driver.validation import portable_problems
 from cairn.flows.importing.opening import recipe_of
 from cairn.flows.plan.planning import plan_recipe
+from cairn.flows.plan.subject import Plan
 
 ENVIRONMENT = {"BASE_FOLDER": "/root", "BASE_DIR": "/root", "MASTER_ADDR": "127.0.0.1", "HOST_IP": "127.0.0.1"}
 """Variables that the scripts require."""
@@ -63,10 +64,18 @@ def results(checkout: Path, folder: Path) -> Iterator[Result]:
         try:
             plan = plan_recipe(config, recipe.stem, "h100", memory_of_this_machine=2**41)
             size = f"{plan.gpus:g} GPUs, {plan.seconds:,.0f} s an iteration"
-            planned = f"ok ({size})" if plan.fits else f"does not fit ({size})"
+            planned = f"ok ({size})" if plan.fits else f"does not fit ({size}): {'; '.join(reasons(plan))}"
         except BadInput as error:
             planned = str(error)
         yield Result(name, "ok", validated, planned, len(draft.left_out))
+
+
+def reasons(plan: Plan) -> Iterator[str]:
+    """Yield why a plan does not fit."""
+    yield from plan.problems
+    for memory in plan.memory:
+        if not memory.fits:
+            yield f"{memory.of} needs {memory.total / 2**30:,.0f} of {memory.capacity / 2**30:,.0f} GiB"
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
 """Recipes fit the machines that they name; those without GPUs fit small machines."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -66,6 +68,15 @@ def test_no_recipe_needs_more_or_larger_gpus_than_slimes_script_for_the_model() 
         if plan.gpus > needs.gpus or larger or on_host != needs.offload:
             wrong[layout.stem] = f"{plan.gpus} {plan.gpu}, and {script} {needs.gpus} {needs.gpu}"
     assert wrong == {}
+
+
+def test_a_plan_of_a_published_model_imports_neither_pytorch_nor_the_library() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from cairn.flows.cli import app;"
+        "r = CliRunner().invoke(app, ['plan', 'DeepSeek-V3']);"
+        "print(r.exit_code, [m for m in ('torch', 'transformers', 'ray', 'prefect') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "0 []"
 
 
 @pytest.mark.parametrize("downloaded", [False, True])

@@ -1,7 +1,6 @@
 """Families of models that Megatron trains, one per file."""
 
-from transformers import PretrainedConfig
-
+from cairn.engines.models.configs import Config
 from cairn.engines.training.megatron.families.base import Family
 from cairn.engines.training.megatron.families.deepseek_v3 import DeepseekV3, Glm4MoeLite
 from cairn.engines.training.megatron.families.glm4 import Glm4
@@ -50,7 +49,7 @@ UNMAPPED = {
 """Known model types that are not supported, and why."""
 
 
-def family_of(config: PretrainedConfig) -> Family:
+def family_of(config: Config) -> Family:
     """Return the family of a model.
 
     Raises:

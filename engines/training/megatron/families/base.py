@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, ClassVar
 
-from torch.nn.functional import silu
-from transformers import PretrainedConfig
+from cairn.engines.models.configs import Config
 
 
 class Layout(Enum):
@@ -104,8 +103,8 @@ class Family:
     layer: ClassVar[Mapping[str, Source]] = _LAYER
     """Sources of a layer's parameters, except for experts; names on both sides without the layer's prefix."""
 
-    def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
-        """Return the fields of Megatron's TransformerConfig."""
+    def transformer(self, hf: Config) -> dict[str, Any]:
+        """Return the fields of Megatron's TransformerConfig; its `activation_func` is a name of `model.ACTIVATIONS`."""
         return {
             "num_layers": hf.num_hidden_layers,
             "hidden_size": hf.hidden_size,
@@ -116,7 +115,7 @@ class Family:
             "normalization": "RMSNorm",
             "layernorm_epsilon": hf.rms_norm_eps,
             "gated_linear_unit": True,
-            "activation_func": silu,
+            "activation_func": "silu",
             "add_bias_linear": False,
             "add_qkv_bias": False,
             "qk_layernorm": False,
@@ -125,7 +124,7 @@ class Family:
             "moe_token_dispatcher_type": "alltoall",
         }
 
-    def model(self, hf: PretrainedConfig) -> dict[str, Any]:
+    def model(self, hf: Config) -> dict[str, Any]:
         """Return the arguments of Megatron's GPTModel, except for the size of the vocabulary."""
         return {
             "share_embeddings_and_output_weights": bool(hf.tie_word_embeddings),
@@ -135,7 +134,7 @@ class Family:
             "rotary_percent": 1.0,
         }
 
-    def problems(self, hf: PretrainedConfig) -> list[str]:
+    def problems(self, hf: Config) -> list[str]:
         """Return messages on what Megatron would compute differently."""
         messages = []
         if hf.hidden_act != "silu":

@@ -4,8 +4,7 @@ arXiv:2405.04434, section 2.1), with or without a latent of the queries."""
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers import PretrainedConfig
-
+from cairn.engines.models.configs import Config
 from cairn.engines.training.megatron.families.base import Layout, Source, Stretch
 from cairn.engines.training.megatron.families.routed import Routed
 
@@ -44,7 +43,7 @@ class DeepseekV3(Routed):
     layer = _LAYER
     latent_epsilon = 1e-6
 
-    def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
+    def transformer(self, hf: Config) -> dict[str, Any]:
         return {
             **super().transformer(hf),
             "multi_latent_attention": True,
@@ -59,7 +58,7 @@ class DeepseekV3(Routed):
             **self._scaling(hf.rope_parameters),
         }
 
-    def problems(self, hf: PretrainedConfig) -> list[str]:
+    def problems(self, hf: Config) -> list[str]:
         messages, rope = super().problems(hf), hf.rope_parameters
         if hf.attention_bias:
             messages.append("its attention has biases")
@@ -92,5 +91,5 @@ class DeepseekV3(Routed):
 class Glm4MoeLite(DeepseekV3):
     model_type = "glm4_moe_lite"
 
-    def _layers_with_experts(self, hf: PretrainedConfig) -> list[int]:
+    def _layers_with_experts(self, hf: Config) -> list[int]:
         return [int(kind == "sparse") for kind in hf.mlp_layer_types]

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PretrainedConfig
-
+from cairn.engines.models.configs import Config
 from cairn.engines.training.megatron.families.base import Family, Layout, Source
 
 _GLM: Mapping[str, Source] = {
@@ -20,8 +19,8 @@ class Glm4(Family):
     post_norms = True
     layer = _GLM
 
-    def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
+    def transformer(self, hf: Config) -> dict[str, Any]:
         return {**super().transformer(hf), "add_qkv_bias": bool(hf.attention_bias), "rotary_interleaved": True}
 
-    def model(self, hf: PretrainedConfig) -> dict[str, Any]:
+    def model(self, hf: Config) -> dict[str, Any]:
         return {**super().model(hf), "rotary_percent": hf.rope_parameters["partial_rotary_factor"]}

@@ -4,8 +4,7 @@ weights in tensors of all experts, transposed."""
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers import PretrainedConfig
-
+from cairn.engines.models.configs import Config
 from cairn.engines.training.megatron.families.base import Family, Layout, Source, Stretch
 from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe, expert_parameter
 
@@ -37,7 +36,7 @@ class GptOss(Family):
     model_type = "gpt_oss"
     layer = _LAYER
 
-    def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
+    def transformer(self, hf: Config) -> dict[str, Any]:
         rope = hf.rope_parameters
         return {
             **super().transformer(hf),
@@ -63,10 +62,10 @@ class GptOss(Family):
             "yarn_correction_range_round_to_int": rope.get("truncate", True),
         }
 
-    def model(self, hf: PretrainedConfig) -> dict[str, Any]:
+    def model(self, hf: Config) -> dict[str, Any]:
         return {**super().model(hf), "position_embedding_type": "yarn"}
 
-    def problems(self, hf: PretrainedConfig) -> list[str]:
+    def problems(self, hf: Config) -> list[str]:
         messages = super().problems(hf)
         if not hf.attention_bias:
             messages.append("its attention has no biases")

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import PretrainedConfig
-
+from cairn.engines.models.configs import Config
 from cairn.engines.training.megatron.families.base import Family
 
 _FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -14,14 +13,14 @@ _FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 class Llama(Family):
     model_type = "llama"
 
-    def model(self, hf: PretrainedConfig) -> dict[str, Any]:
+    def model(self, hf: Config) -> dict[str, Any]:
         rope = hf.rope_parameters
         scaled = {}
         if rope.get("rope_type") == "llama3":
             scaled = {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
         return {**super().model(hf), **scaled}
 
-    def problems(self, hf: PretrainedConfig) -> list[str]:
+    def problems(self, hf: Config) -> list[str]:
         differing = []
         if hf.attention_bias or hf.mlp_bias:
             differing.append("its attention or feed-forward part has biases")

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PretrainedConfig
-
+from cairn.engines.models.configs import Config
 from cairn.engines.training.megatron.families.base import Family, Layout, Source, Stretch
 from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe
 from cairn.engines.training.megatron.families.routed import sigmoid_router
@@ -37,7 +36,7 @@ class MiniMaxM2(Qwen3Moe):
     experts = "block_sparse_moe.experts"
     projections = ("w1", "w3", "w2")
 
-    def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
+    def transformer(self, hf: Config) -> dict[str, Any]:
         return {
             **Family.transformer(self, hf),
             **sigmoid_router(hf.num_experts_per_tok),
@@ -46,8 +45,8 @@ class MiniMaxM2(Qwen3Moe):
             "moe_ffn_hidden_size": hf.intermediate_size,
         }
 
-    def model(self, hf: PretrainedConfig) -> dict[str, Any]:
+    def model(self, hf: Config) -> dict[str, Any]:
         return {**super().model(hf), "rotary_percent": hf.rope_parameters.get("partial_rotary_factor", 1.0)}
 
-    def problems(self, hf: PretrainedConfig) -> list[str]:
+    def problems(self, hf: Config) -> list[str]:
         return Family.problems(self, hf)

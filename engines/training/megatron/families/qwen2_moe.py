@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PretrainedConfig
-
+from cairn.engines.models.configs import Config
 from cairn.engines.training.megatron.families.base import Family, Layout, Source
 from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe
 
@@ -18,7 +17,7 @@ GATED_EXPERT: Mapping[str, Source] = {
 """Sources of a shared expert whose output a gate scales."""
 
 
-def gated_expert(hf: PretrainedConfig) -> dict[str, Any]:
+def gated_expert(hf: Config) -> dict[str, Any]:
     """Return Megatron's options of this expert."""
     return {
         "moe_shared_expert_intermediate_size": hf.shared_expert_intermediate_size,
@@ -33,7 +32,7 @@ class Qwen2Moe(Qwen3Moe):
     model_type = "qwen2_moe"
     layer = _LAYER
 
-    def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
+    def transformer(self, hf: Config) -> dict[str, Any]:
         return {
             **super().transformer(hf),
             **gated_expert(hf),
@@ -41,5 +40,5 @@ class Qwen2Moe(Qwen3Moe):
             "qk_layernorm": False,
         }
 
-    def problems(self, hf: PretrainedConfig) -> list[str]:
+    def problems(self, hf: Config) -> list[str]:
         return [*Family.problems(self, hf), *(["it uses a sliding window"] if hf.use_sliding_window else [])]

@@ -2,18 +2,17 @@
 
 from typing import Any
 
-from transformers import PretrainedConfig
-
+from cairn.engines.models.configs import Config
 from cairn.engines.training.megatron.families.base import Family
 
 
 class Qwen3(Family):
     model_type = "qwen3"
 
-    def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
+    def transformer(self, hf: Config) -> dict[str, Any]:
         return {**super().transformer(hf), "qk_layernorm": True}
 
-    def problems(self, hf: PretrainedConfig) -> list[str]:
+    def problems(self, hf: Config) -> list[str]:
         differing = ["it uses a sliding window"] if hf.use_sliding_window else []
         if hf.attention_bias:
             differing.append("its attention has biases")

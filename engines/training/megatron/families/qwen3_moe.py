@@ -4,8 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from transformers import PretrainedConfig
-
+from cairn.engines.models.configs import Config
 from cairn.engines.training.megatron.families.base import Layout, Source
 from cairn.engines.training.megatron.families.qwen3 import Qwen3
 
@@ -33,7 +32,7 @@ class Qwen3Moe(Qwen3):
     projections: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's tensors, without their suffix."""
 
-    def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
+    def transformer(self, hf: Config) -> dict[str, Any]:
         dense, step = set(getattr(hf, "mlp_only_layers", ())), getattr(hf, "decoder_sparse_step", 1)
         experts = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(hf.num_hidden_layers)]
         return {

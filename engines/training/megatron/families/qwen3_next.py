@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers import PretrainedConfig
-
+from cairn.engines.models.configs import Config
 from cairn.engines.training.megatron.families.base import Family, Layout, Source, Stretch
 from cairn.engines.training.megatron.families.qwen2_moe import GATED_EXPERT, gated_expert
 from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe
@@ -64,7 +63,7 @@ class GatedDelta(Family):
 
     layer = _GATED_LAYER
 
-    def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
+    def transformer(self, hf: Config) -> dict[str, Any]:
         return {
             **super().transformer(hf),
             "qk_layernorm": True,
@@ -78,10 +77,10 @@ class GatedDelta(Family):
             "linear_num_value_heads": hf.linear_num_value_heads,
         }
 
-    def model(self, hf: PretrainedConfig) -> dict[str, Any]:
+    def model(self, hf: Config) -> dict[str, Any]:
         return {**super().model(hf), "rotary_percent": hf.rope_parameters["partial_rotary_factor"]}
 
-    def problems(self, hf: PretrainedConfig) -> list[str]:
+    def problems(self, hf: Config) -> list[str]:
         biases = ["its attention has biases"] if hf.attention_bias else []
         return [*Family.problems(self, hf), *biases]
 
@@ -121,5 +120,5 @@ class Qwen3Next(GatedDelta, Qwen3Moe):
     model_type = "qwen3_next"
     layer = _LAYER
 
-    def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
+    def transformer(self, hf: Config) -> dict[str, Any]:
         return {**super().transformer(hf), **gated_expert(hf)}

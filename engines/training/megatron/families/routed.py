@@ -4,8 +4,7 @@ to 16), and experts that all tokens share."""
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PretrainedConfig
-
+from cairn.engines.models.configs import Config
 from cairn.engines.training.megatron.families.base import Family, Layout, Source
 from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe
 
@@ -40,7 +39,7 @@ class Routed(Qwen3Moe):
 
     layer = _LAYER
 
-    def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
+    def transformer(self, hf: Config) -> dict[str, Any]:
         grouped = hf.n_group > 1
         return {
             **Family.transformer(self, hf),
@@ -54,7 +53,7 @@ class Routed(Qwen3Moe):
             "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
         }
 
-    def problems(self, hf: PretrainedConfig) -> list[str]:
+    def problems(self, hf: Config) -> list[str]:
         messages = Family.problems(self, hf)
         if not hf.norm_topk_prob:
             messages.append(
@@ -67,6 +66,6 @@ class Routed(Qwen3Moe):
             )
         return messages
 
-    def _layers_with_experts(self, hf: PretrainedConfig) -> list[int]:
+    def _layers_with_experts(self, hf: Config) -> list[int]:
         """Return 1 for every layer with experts and 0 for every dense one."""
         return [int(layer >= hf.first_k_dense_replace) for layer in range(hf.num_hidden_layers)]

@@ -9,7 +9,7 @@ import torch
 
 from cairn.configs.catalogue import published_config
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.plan.tensors import config_of
+from cairn.engines.plan.library import config_of
 from cairn.engines.training.megatron.backend import backend_for
 from cairn.engines.training.megatron.families import family_of
 from cairn.engines.training.megatron.fusions import fusions_on_gpu

@@ -1,0 +1,129 @@
+"""Published models: configs with the library's defaults filled in, and shapes of all tensors.
+
+They are stored in `shapes/NAME.json`, by the names of `cairn.configs.catalogue`, so that a plan of one needs neither
+PyTorch nor the library, which take seconds to import. Layers with the same tensor share a line:
+`model.layers.0-2,4.mlp.…`. After a change of the published configs or of the library,
+`python -m cairn.engines.plan.published` writes the files anew.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from cairn.configs.catalogue import published_config, published_names
+from cairn.engines.plan.tensors import Model, Tensor
+
+SHAPES = Path(__file__).parent / "shapes"
+
+_LAYERS = re.compile(r"(?<=\blayers\.)[\d,-]+(?=\.)")
+
+
+class StoredConfig(SimpleNamespace):
+    """Config of a language model, with the names of the library."""
+
+    model_type: str
+
+    def get_text_config(self) -> "StoredConfig":
+        return self
+
+
+def published_model(name: str) -> Model:
+    """Return the published model `name`, from its file or, where there is none yet, from the library. Raises BadModel
+    where the library cannot make it."""
+    file = SHAPES / f"{name}.json"
+    if not file.is_file():
+        return made_model(name)
+    values = json.loads(file.read_text("utf-8"))
+    return Model(StoredConfig(**values["config"]), tuple(_expanded(values["tensors"])))
+
+
+def made_model(name: str) -> Model:
+    """Return the published model `name`, made by the library. Raises BadModel."""
+    from cairn.engines.plan.library import config_of, model_of
+
+    stored = published_config(name)
+    assert stored is not None, name
+    return model_of(config_of(stored))
+
+
+def file_text(model: Model) -> str:
+    """Return the contents of the file of a model that the library made, one line for each entry."""
+
+    def lines(entries: Mapping[str, Any]) -> str:
+        return ",\n".join(f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in entries.items())
+
+    config, tensors = _described(model.config), _shared(model.tensors)
+    return f'{{\n  "config": {{\n{lines(config)}\n  }},\n  "tensors": {{\n{lines(tensors)}\n  }}\n}}\n'
+
+
+def _described(config: Any) -> dict[str, Any]:
+    """Return the entries of the library's config that its own class has, under all names. Those that every class has,
+    such as labels and the library's version, tell nothing of the architecture."""
+    from transformers import PretrainedConfig
+
+    common = PretrainedConfig().to_dict().keys()
+    own = {name: value for name, value in config.to_dict().items() if name not in common}
+    aliases = {alias: own[name] for alias, name in config.attribute_map.items() if name in own}
+    return {"model_type": config.model_type, **own, **aliases}
+
+
+def _shared(tensors: Sequence[Tensor]) -> dict[str, list[int]]:
+    """Return shapes by names whose layers are ranges; `_expanded` restores the order of the tensors."""
+    entries: dict[str, list[int]] = {}
+    for inside, group in groupby(tensors, lambda tensor: tensor.layer is not None):
+        if not inside:
+            entries |= {tensor.name: list(tensor.shape) for tensor in group}
+            continue
+        layers: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        order: list[tuple[str, tuple[int, ...]]] = []
+        for layer, members in groupby(group, lambda tensor: tensor.layer):
+            place = 0
+            for tensor in members:
+                key = (_LAYERS.sub("*", tensor.name), tensor.shape)
+                place = order.index(key) + 1 if key in layers else place + 1
+                if key not in layers:
+                    order.insert(place - 1, key)
+                layers.setdefault(key, []).append(int(layer or 0))
+        for name, shape in order:
+            entries[name.replace("*", _as_ranges(layers[name, shape]))] = list(shape)
+    return entries
+
+
+def _expanded(entries: Mapping[str, Sequence[int]]) -> Iterator[Tensor]:
+    for inside, group in groupby(entries.items(), lambda entry: _LAYERS.search(entry[0]) is not None):
+        if not inside:
+            yield from (Tensor(name, tuple(shape)) for name, shape in group)
+            continue
+        by_layer: dict[int, list[Tensor]] = {}
+        for name, shape in group:
+            for layer in _of_ranges(_LAYERS.search(name)[0]):  # type: ignore[index]
+                by_layer.setdefault(layer, []).append(Tensor(_LAYERS.sub(str(layer), name), tuple(shape)))
+        for layer in sorted(by_layer):
+            yield from by_layer[layer]
+
+
+def _as_ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as ranges, such as 0-2,4."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ",".join("-".join(map(str, ends)) for ends in ranges)
+
+
+def _of_ranges(text: str) -> Iterator[int]:
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+if __name__ == "__main__":
+    SHAPES.mkdir(exist_ok=True)
+    for each in published_names():
+        (SHAPES / f"{each}.json").write_text(file_text(made_model(each)), "utf-8")
