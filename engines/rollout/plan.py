@@ -104,6 +104,14 @@ def kind_of(engine: str) -> EngineKind:
     return import_module(f"cairn.engines.rollout.{engine}.kind").KIND
 
 
+def served_model(config: RunConfig) -> tuple[str, str]:
+    """Return the model folder that rollout engines load, and the name of its digest in a run's manifest."""
+    other = config.rollout.model_path
+    if other is None or not kind_of(config.rollout.engine).holds_as_stored:
+        return config.model.path, "model"
+    return other, "rollout_model"
+
+
 def make_engine(model_path: str, config: RolloutConfig, *args: Any) -> Any:
     """Make the engine that `rollout.engine` names in this process, and return it; see `EngineKind.engine`."""
     config = view(config, reader_of("rollout"), "rollout")
