@@ -1,10 +1,11 @@
 """Seconds to transfer new weights to an SGLang server, by transport and by the number of bytes.
 
     python -m bench.sync [--hidden 64 512] [--rounds 5] [--smoke] [--json FILE]
-    python -m bench.sync --count RECIPE [RECIPE …]
+    python -m bench.sync --count RECIPE [RECIPE …] [--set rollout.model_path=Qwen3-30B-A3B-FP8]
 
 With --count nothing is transferred: for the layouts of recipes, from shapes alone, the collective operations and bytes
-of one version, whatever the number of rollout engines, and the operations that slime and NeMo-RL need.
+of one version, whatever the number of rollout engines, and the operations that slime and NeMo-RL need. Of the bytes,
+GB are those of all weights in the training's number format, and GB sent those that leave the trainer.
 
 A fleet of one training rank and one server, without GPUs, on tiny Qwen3 models of those hidden sizes (2 layers, fp32).
 The transports alternate; the first turn of each is not counted. A turn is publication and update: the weights stored,
@@ -33,8 +34,10 @@ from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.handles import UPDATING
 from cairn.engines.fleet.weights.exchange import verify_log_probs
 from cairn.engines.fleet.weights.transports import transport_of
+from cairn.engines.models.quantized import quantization_config
 from cairn.engines.plan.sync import exchange_of, nemo_rl_collectives, slime_collectives
 from cairn.engines.rollout.base import RolloutEngine
+from cairn.engines.rollout.plan import kind_of, served_model
 from cairn.flows.plan.subject import planned_model
 
 TRANSPORTS = ("tensor", "disk", "distributed")
@@ -91,20 +94,23 @@ def size_of(model: Path) -> int:
         return sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
 
 
-def count(recipes: list[str]) -> None:
+def count(recipes: list[str], overrides: list[str]) -> None:
     """Print what a version costs in the layouts of recipes."""
-    table = Table("recipe", "GB", "tensors", "buckets", "collectives", "GB exchanged", "slime", "NeMo-RL")
+    table = Table("recipe", "GB", "tensors", "buckets", "collectives", "GB sent", "slime", "NeMo-RL")
     for recipe in recipes:
-        config = load(recipe)
+        config = load(recipe, overrides)
         model, _ = planned_model(config.model.path)
-        cost = exchange_of(model, config.training, config.fleet.update_weight_buffer_size)
+        served, _ = planned_model(served_model(config)[0])
+        stored = getattr(served.config, "quantization_config", None)
+        scheme = quantization_config(stored) if stored and kind_of(config.rollout.engine).holds_as_stored else None
+        cost = exchange_of(model, config.training, config.fleet.update_weight_buffer_size, scheme)
         table.add_row(
             Path(recipe).stem,
             f"{cost.nbytes / 1e9:.1f}",
             f"{cost.weights:,}",
             f"{cost.buckets:,}",
             f"{cost.collectives:,}",
-            f"{cost.exchanged / 1e9:.1f}",
+            f"{cost.sent / 1e9:.1f}",
             f"{slime_collectives(model, config.training):,}",
             f"{nemo_rl_collectives(model, config.training):,}",
         )
@@ -118,9 +124,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="counted turns of each transport")
     parser.add_argument("--disk", type=Path, help="folder in which model folders are written")
     parser.add_argument("--count", nargs="+", metavar="RECIPE", help="count the operations in the layouts of recipes")
+    parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="options of the recipes")
     arguments = parse(parser, hidden=[64], rounds=1)
     if arguments.count:
-        count(arguments.count)
+        count(arguments.count, arguments.set)
         return
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -12,6 +12,7 @@ from cairn.configs.view import Reader, reads_under
 ENGINES: dict[str, tuple[str, ...]] = {
     "rollout": (
         "rollout.engine",
+        "rollout.model_path",
         "rollout.sglang",
         "rollout.sglang_env_vars",
         "rollout.router",

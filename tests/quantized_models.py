@@ -25,7 +25,15 @@ def fp8_folder(
 ) -> Tensors:
     """Write an architecture's model, and `more` tensors, in FP8 of blocks, scales in another file than weights; returns
     its weights. `quantize_by`: gives values and scales of the model's own weights, in place of a formula."""
-    architecture(name).save(folder)
+    return into_fp8(architecture(name).save(folder), more, quantize_by)
+
+
+def into_fp8(
+    folder: Path,
+    more: Tensors | None = None,
+    quantize_by: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
+) -> Tensors:
+    """Do so with the model in a folder."""
     stored: Tensors = {}
     weights = load_file(folder / "model.safetensors") | (more or {})
     for index, (key, weight) in enumerate(sorted(weights.items())):

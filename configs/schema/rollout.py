@@ -9,6 +9,7 @@ from cairn.configs.schema.base import (
     DataPath,
     EngineOptions,
     FromStore,
+    ModelFolder,
     Section,
     ServerUrl,
     Text,
@@ -226,6 +227,11 @@ class RolloutConfig(Section):
 
     engine: RolloutEngine = "transformers"
     """The rollout engine: `transformers` samples in the actor's own process, `sglang` in a separate server."""
+
+    model_path: ModelFolder | None = Field(None, min_length=1)
+    """Folder that SGLang's servers load in place of `model.path`: the same model in FP8, or another rounding of it. The
+    servers receive every version of the trainer's weights, the first included, in the format of this folder. slime:
+    `--hf-checkpoint` beside `--ref-load`."""
 
     sglang: Annotated[EngineOptions, _OWN_SERVERS] = Field(default_factory=dict)
     """Options of `sglang.launch_server` under their own names, such as `attention_backend` or `tp_size`. slime:

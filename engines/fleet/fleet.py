@@ -49,7 +49,7 @@ from cairn.engines.fleet.turns import Turns, share_bundles
 from cairn.engines.fleet.weights.exchange import WeightExchange
 from cairn.engines.fleet.weights.transports import transport_of
 from cairn.engines.processes.fingerprint import combined
-from cairn.engines.rollout.plan import LaunchPlan, kind_of
+from cairn.engines.rollout.plan import LaunchPlan, kind_of, served_model
 from cairn.engines.types.errors import EngineError, Superseded
 from cairn.storage.records import Environment
 from cairn.storage.store.errors import LeaseLost, StoreError
@@ -130,10 +130,13 @@ class Fleet:
         """
         config = _with_absolute_paths(config)
         config = _on_the_cluster_of_this_machine(config)
+        served = served_model(config)
         if trains_only or samples_only:
             config = _without_sharing(config)
         if trains_only:
             config = _without_reward_model(config)
+        if samples_only:
+            config = _with_weights_of_their_own(config)
         plan = LaunchPlan(())
         if config.needs_rollout_engines and not trains_only:
             plan = kind_of(config.rollout.engine).plan(config.rollout, config.fleet.offloads_rollout)
@@ -170,7 +173,7 @@ class Fleet:
                     f"rollout:{index}",
                     [next(actors) for _ in range(engine.nnodes)],
                     engine,
-                    config.model.path,
+                    served,
                     config.rollout,
                     config.fleet,
                     router,
@@ -379,6 +382,7 @@ def _reward_model_roles(config: RunConfig) -> list[ActorRole]:
 def _training_role(config: RunConfig, total_steps: int) -> ActorRole:
     training, fleet = config.training, config.fleet
     trained = ["model", "training", "algorithm", "rollout.rollout_temperature"]
+    trained += ["rollout.engine", "rollout.model_path"]  # the format in which weights leave
     return ActorRole(
         "training",
         TrainingActor,
@@ -426,17 +430,24 @@ def _without_sharing(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"fleet": config.fleet.model_copy(update=apart)})
 
 
+def _with_weights_of_their_own(config: RunConfig) -> RunConfig:
+    """Return the configuration for rollout engines that sample with the weights of the folder that they load."""
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"model_path": None})})
+
+
 def _without_reward_model(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"reward": config.reward.model_copy(update={"reward_model": None})})
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """Return the configuration with absolute paths, because actors have a working folder of their own."""
-    model = config.model
+    model, rollout = config.model, config.rollout
     options = ("path", "ref_path", "teacher_path", "critic_path")
     paths = {name: str(Path(path).absolute()) for name in options if (path := getattr(model, name)) is not None}
+    if rollout.model_path is not None:
+        rollout = rollout.model_copy(update={"model_path": str(Path(rollout.model_path).absolute())})
     reward = config.reward
     if reward.reward_model is not None:
         there = {"path": str(Path(reward.reward_model.path).absolute())}
         reward = reward.model_copy(update={"reward_model": reward.reward_model.model_copy(update=there)})
-    return config.model_copy(update={"model": model.model_copy(update=paths), "reward": reward})
+    return config.model_copy(update={"model": model.model_copy(update=paths), "rollout": rollout, "reward": reward})

@@ -83,18 +83,22 @@ class RolloutHandle(ModelHandle):
         name: str,
         actors: Sequence[Actor],
         plan: EnginePlan,
-        model_path: str,
+        model: tuple[str, str],
         config: RolloutConfig,
         fleet: FleetConfig,
         router: RouterHandle | None = None,
         model_digests: Mapping[str, str] | None = None,
     ) -> None:
-        """`actors`: one on each machine of the engine. Calls for the engine go to the first."""
-        super().__init__(name, actors, fleet, {"model": model_path}, model_digests or {})
+        """
+        Args:
+            actors: one on each machine of the engine. Calls for the engine go to the first.
+            model: see `cairn.engines.rollout.plan.served_model`.
+        """
+        self._model_path, name_of_digest = model
+        super().__init__(name, actors, fleet, {name_of_digest: self._model_path}, model_digests or {})
         self.ranks = range(0)
         """Training ranks with which the engine shares GPUs."""
         self._plan = plan
-        self._model_path = model_path
         self._config = config
         self._router = router
         self._kind = kind_of(config.engine)

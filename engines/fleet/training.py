@@ -12,7 +12,7 @@ from cairn.engines.fleet.actors import EngineActor
 from cairn.engines.fleet.calls import Deadline, put, wait
 from cairn.engines.fleet.fencing import Method, P, R
 from cairn.engines.fleet.handles import SENDING, Actor, Call, ModelHandle
-from cairn.engines.rollout.plan import kind_of
+from cairn.engines.rollout.plan import kind_of, served_model
 from cairn.engines.training.base import TrainingEngine
 from cairn.engines.training.rank import TrainingRank
 from cairn.engines.training.weight_source import WeightSource
@@ -194,9 +194,9 @@ class TrainingHandle(ModelHandle):
         if len(self._actors) > 1:
             store_address = self.call(None, TrainingRank.listen).result(deadline)
         arguments = (config.model, config.algorithm, config.rollout.rollout_temperature)
-        as_stored = kind_of(config.rollout.engine).holds_as_stored
+        served = served_model(config)[0] if kind_of(config.rollout.engine).holds_as_stored else None
         calls = [
-            self.call_one(actor, TrainingRank.start, *arguments, self._total_steps, rank, store_address, as_stored)
+            self.call_one(actor, TrainingRank.start, *arguments, self._total_steps, rank, store_address, served)
             for rank, actor in enumerate(self._actors)
         ]
         self._gather(calls, deadline)

@@ -10,6 +10,7 @@ from math import prod
 import torch
 
 from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.models.quantized import BlockFp8, Scheme
 from cairn.engines.plan.ranks import stages
 from cairn.engines.plan.tensors import Model, Part, Tensor
 from cairn.engines.weights.packing import Packing, Whole, packings
@@ -46,10 +47,16 @@ class Exchange:
     """Collective operations that a rank takes part in to put whole weights together."""
     exchanged: int
     """Bytes of them, padding included: a rank receives all that it does not send."""
+    sent: int
+    """Bytes that leave the trainer, once: in the format in which rollout engines hold weights, scales included."""
 
 
-def exchange_of(model: Model, training: TrainingConfig, bucket_bytes: int) -> Exchange:
-    """Return the cost of one version in the training's number format."""
+def exchange_of(model: Model, training: TrainingConfig, bucket_bytes: int, scheme: Scheme | None = None) -> Exchange:
+    """Return the cost of one version, put together in the training's number format.
+
+    Args:
+        scheme: quantisation of the weights that rollout engines hold; only FP8 is sent.
+    """
     layout, dtype = Layout.of(training), getattr(torch, training.dtype)
     stage_of = {
         layer: stage
@@ -73,7 +80,16 @@ def exchange_of(model: Model, training: TrainingConfig, bucket_bytes: int) -> Ex
         buckets=sum(map(len, buckets.values())),
         collectives=sum(len(one.lengths) for expert in shared for one in buckets[expert]),
         exchanged=sum(length for expert in shared for one in buckets[expert] for length in one.lengths.values()),
+        sent=sum(_sent(tensor, dtype, scheme) for tensor in model.tensors),
     )
+
+
+def _sent(tensor: Tensor, dtype: torch.dtype, scheme: Scheme | None) -> int:
+    if not isinstance(scheme, BlockFp8) or not tensor.in_fp8:
+        return tensor.size * dtype.itemsize
+    *matrices, rows, columns = tensor.shape
+    blocks = -(-rows // scheme.rows) * -(-columns // scheme.columns)
+    return tensor.size + prod(matrices) * blocks * torch.float32.itemsize
 
 
 def _published(

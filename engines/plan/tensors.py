@@ -55,6 +55,12 @@ class Tensor:
         match = re.search(r"\blayers\.(\d+)\.", self.name)
         return None if match is None else int(match[1])
 
+    @property
+    def in_fp8(self) -> bool:
+        """Whether a folder in FP8 has the tensor in FP8: matrices of layers, except routers."""
+        in_layer = self.layer is not None and len(self.shape) > 1
+        return in_layer and not self.name.endswith((".gate.weight", ".router.weight"))
+
     @cached_property
     def part(self) -> Part:
         if self.layer is None:

@@ -7,12 +7,14 @@ All values are plain: neither this module nor the description of a kind loads Py
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any, get_args
 
 from cairn.configs.engines import reader_of
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import view
+from cairn.engines.types.errors import BadModel
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,27 @@ NAMES: tuple[str, ...] = get_args(RolloutConfig.model_fields["engine"].annotatio
 def kind_of(engine: str) -> EngineKind:
     """Return the kind of the engine that `rollout.engine` names."""
     return import_module(f"cairn.engines.rollout.{engine}.kind").KIND
+
+
+def served_model(config: RunConfig) -> tuple[str, str]:
+    """Return the model folder that rollout engines load, and the name of its digest in a run's manifest."""
+    other = config.rollout.model_path
+    if other is None or not kind_of(config.rollout.engine).holds_as_stored:
+        return config.model.path, "model"
+    return other, "rollout_model"
+
+
+def rounds_weights(config: RunConfig) -> bool:
+    """Return whether rollout engines compute with rounded weights, so that a publication's digest does not determine
+    their samples; also where this cannot be read here."""
+    if not kind_of(config.rollout.engine).holds_as_stored:
+        return False
+    from cairn.engines.models.quantized import quantization_of  # imports PyTorch
+
+    try:
+        return quantization_of(Path(served_model(config)[0])) is not None
+    except (BadModel, OSError, ValueError):
+        return True
 
 
 def make_engine(model_path: str, config: RolloutConfig, *args: Any) -> Any:

@@ -55,12 +55,12 @@ class TrainingRank(WeightSource):
         total_steps: int,
         rank: int,
         store_address: tuple[str, int] | None,
-        sends_as_stored: bool = False,
+        served_folder: str | None = None,
     ) -> None:
         """Create the engine; with several ranks, once all have met at rank 0's store.
 
-        `sends_as_stored`: whether rollout engines hold weights as the model folder does and receive them in that form.
-        Raises BadModel.
+        `served_folder`: model folder in whose format rollout engines hold weights and receive them; None for plain
+        weights. Raises BadModel.
         """
         from cairn.engines.processes.numa import bind_beside_gpu
         from cairn.engines.training.factory import make_engine
@@ -69,10 +69,10 @@ class TrainingRank(WeightSource):
         training = self._training
         device = "cuda" if training.num_gpus_per_rank > 0 else "cpu"
         self._rank = rank
-        if sends_as_stored:
+        if served_folder is not None:
             from cairn.engines.weights.fp8 import Fp8Weights
 
-            self._fp8 = Fp8Weights.of(model.path)
+            self._fp8 = Fp8Weights.of(served_folder)
         if store_address is not None:
             self._meet(store_address, device)
         self._engine = make_engine(

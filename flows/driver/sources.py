@@ -119,6 +119,8 @@ def input_digests(
     if isinstance(data, MixedData):
         digests |= {f"data.mixture.{name}": fingerprint for name, fingerprint in data.fingerprints.items()}
     folders = dict(config.model.folders)
+    if config.rollout.model_path is not None:
+        folders["rollout_model"] = config.rollout.model_path
     if config.reward.reward_model is not None:
         folders["reward_model"] = config.reward.reward_model.path
     if config.reward.custom_rm_model_path is not None:

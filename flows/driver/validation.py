@@ -91,9 +91,9 @@ def setup_problems(config: RunConfig, note: Note = _ignore) -> list[str]:
         except BadModel as error:
             problems.append(f"model.path: {error}")
     if not problems:
-        for name, path in config.model.folders.items():
+        for option, path in _models(config).items():
             if path != config.model.path:
-                problems += _vocabulary_problems(f"{name.removesuffix('_model')}_path", config.model.path, path)
+                problems += _vocabulary_problems(option, config.model.path, path)
     return list(dict.fromkeys(problems))
 
 
@@ -179,11 +179,16 @@ def _render_some(data: PromptData | MixedData | DemonstrationData, longest: int 
         note(f"data: {len(refused)} of {count} rows give no prompt, and a run skips them; the first: {refused[0]}")
 
 
+def _models(config: RunConfig) -> dict[str, str]:
+    """Return the folders of all models that are given tokens of the policy, by option."""
+    names = ("path", "ref_path", "teacher_path", "critic_path")
+    folders = {f"model.{name}": getattr(config.model, name) for name in names}
+    folders["rollout.model_path"] = config.rollout.model_path
+    return {option: path for option, path in folders.items() if path is not None}
+
+
 def _model_problems(config: RunConfig) -> Iterator[str]:
-    for option in ("path", "ref_path", "teacher_path", "critic_path"):
-        path = getattr(config.model, option)
-        if path is None:
-            continue
+    for option, path in _models(config).items():
         try:
             model = check_model_folder(path)
             context = context_length(model)
@@ -193,11 +198,11 @@ def _model_problems(config: RunConfig) -> Iterator[str]:
                 image_processor(path)
             elif config.data.has_images:
                 yield (
-                    f"model.{option}: the model in {path} ({model.model_type}) sees no images, but multimodal_keys "
+                    f"{option}: the model in {path} ({model.model_type}) sees no images, but multimodal_keys "
                     "names some: leave it out, or use a model with image input"
                 )
         except BadModel as error:
-            yield f"model.{option}: {error}"
+            yield f"{option}: {error}"
         else:
             yield from _length_problems(config, path, context)
 
@@ -283,17 +288,17 @@ def _tool_call_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
 
 
 def _vocabulary_problems(option: str, policy: str, other: str) -> Iterator[str]:
-    """Report a vocabulary that differs from the policy's: a reference, a teacher and a critic receive the policy's
-    token ids, so these must mean the same to them."""
+    """Report a vocabulary that differs from the policy's: a reference, a teacher, a critic and servers receive
+    the policy's token ids, so these must mean the same to them."""
     try:
         same = load_tokenizer(policy).get_vocab() == load_tokenizer(other).get_vocab()
     except BadModel as error:
-        yield f"model.{option}: {error}"
+        yield f"{option}: {error}"
         return
     known, sampled = map(_vocabulary_size, (other, policy))
     if not same or known < sampled:
         why = f"has {known} token ids, but {sampled} are sampled" if same else "has another tokenizer"
-        yield f"model.{option}: the model in {other} {why}: use a model with the policy's vocabulary"
+        yield f"{option}: the model in {other} {why}: use a model with the policy's vocabulary"
 
 
 def _length_problems(config: RunConfig, path: str, context: int) -> Iterator[str]:

@@ -12,6 +12,7 @@ from cairn.configs.errors import ConfigError
 from cairn.configs.schema.evaluation import Benchmark, BenchmarkConfig, EngineOptions
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.agents.episodes.user_code import SINGLE_TURN
+from cairn.engines.rollout.plan import rounds_weights
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import GENERATED_EVAL
@@ -70,8 +71,10 @@ def sampled_by_the_run(
 ) -> Sampled | None:
     """Return the run's own samples of these questions, from an engine of the same kind and number format. `origin`:
     that of the weights, `cairn.storage.evals.Evaluation.origin`. Returns None where there are none, or not for exactly
-    these questions."""
+    these questions, or from rounded weights."""
     if "run" not in origin or EngineOptions.of_run(own.config.rollout, {}).settings() != options.settings():
+        return None
+    if rounds_weights(own.config):
         return None
     ledger, iteration = Ledger.open(store, origin["run"]), origin["iteration"] or 0
     commit = ledger.find(iteration, Step.EVAL, eval_shard(own.benchmark, origin["weight_version"]))

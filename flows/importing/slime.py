@@ -102,10 +102,14 @@ def _machines(draft: Draft, flags: Flags) -> None:
 
 
 def _models(draft: Draft, flags: Flags) -> None:
-    path = (flags.pop("hf_checkpoint", None) or [""])[0]
-    repository = published_repository(Path(path).name)
-    draft.set("model.path", path.rstrip("/"), f"hf download {repository}" if repository else "")
+    path = (flags.pop("hf_checkpoint", None) or [""])[0].rstrip("/")
     own = (flags.pop("ref_load", None) or [""])[0]
+    trained = own.rstrip("/").removesuffix("_torch_dist")
+    if Path(path).name.lower() == f"{Path(trained).name}-fp8".lower():
+        draft.set("rollout.model_path", path, "--hf-checkpoint; training begins with the weights of --ref-load")
+        path = trained
+    repository = published_repository(Path(path).name)
+    draft.set("model.path", path, f"hf download {repository}" if repository else "")
     if own:
         draft.leave_out(
             written("--ref-load", [own]),

@@ -19,6 +19,7 @@ from cairn.engines.plan.ranks import (
 from cairn.engines.plan.rates import CacheNeed, Decoding, cache_need
 from cairn.engines.plan.serving import Serving, default_static_fraction, served_parameters
 from cairn.engines.plan.tensors import Model, Tensor
+from cairn.engines.rollout.plan import served_model
 from cairn.engines.training.needs import has_critic, untrained_models
 from cairn.flows.plan.subject import CachePlan, Row, Subject, planned_model, scaled
 
@@ -59,20 +60,14 @@ def serving_of(subject: Subject) -> Serving:
 
 
 def weight_bytes(subject: Subject) -> float:
-    """Return the mean number of bytes of a weight. A server that reads an FP8 folder stores matrices of layers, except
-    routers, in one byte a weight."""
-    size, model = bytes_of(subject.config.rollout.dtype), subject.model
+    """Return the mean number of bytes of a weight that an engine holds. A server that reads an FP8 folder stores its
+    FP8 weights in one byte each."""
+    size, (model, _) = bytes_of(subject.config.rollout.dtype), planned_model(served_model(subject.config)[0])
     published = getattr(model.config, "quantization_config", None) or {}
     if not subject.engine_kind.holds_as_stored or published.get("quant_method") != "fp8":
         return size
-    small = sum(tensor.size for tensor in model.tensors if is_in_fp8(tensor))
+    small = sum(tensor.size for tensor in model.tensors if tensor.in_fp8)
     return (small + size * (model.parameters - small)) / model.parameters
-
-
-def is_in_fp8(tensor: Tensor) -> bool:
-    """Whether an FP8 folder stores the tensor in FP8."""
-    in_layer = tensor.layer is not None and len(tensor.shape) > 1
-    return in_layer and not tensor.name.endswith((".gate.weight", ".router.weight"))
 
 
 def samples_of_engine(subject: Subject) -> float:

@@ -241,6 +241,10 @@ class Subject:
         return peak * 1e12 / (1 if dtype == "bfloat16" else 16)
 
 
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+"""How a published model whose name ends in -FP8 is quantised: DeepSeek-V3 Technical Report, section 3.3.2."""
+
+
 @lru_cache(maxsize=32)
 def planned_model(path: str) -> tuple[Model, str]:
     """Return the model of a folder, or else a published one of the folder's name, and the source of its config.
@@ -267,6 +271,8 @@ def planned_model(path: str) -> tuple[Model, str]:
             f"model.path is {path}, which has no config.json, and Cairn does not know a published model named "
             f"{folder.name!r}{meant}: use a folder in Hugging Face format, or the name of a published model"
         )
+    if folder.name.lower().endswith("-fp8"):
+        stored.setdefault("quantization_config", FP8)
     other = "" if relative == folder.name else f", whose architecture {folder.name} is taken to have"
     return published_model(relative), f"the published config of {relative}{other}"
 

@@ -17,9 +17,9 @@ is batch-invariant, the step commits the same rows and metrics either way, becau
 they depend on. Elsewhere a result is as good as what the engine would sample now. The value `found` of a commit records
 that its samples came from `evals/`.
 
-Nothing is shared that a key does not determine: samples that go through user code, and servers that the run does
-not start or that are of several kinds. A result with failed samples is not shared either, because they may succeed
-another time.
+Nothing is shared that a key does not determine: samples that go through user code or come from rounded weights, and
+servers that the run does not start or that are of several kinds. A result with failed samples is not shared either,
+because they may succeed another time.
 
 A commit of the step has rows of its own and does not point to the shared result: in the last two cases, and where
 nothing is shared, there is no result with its rows; and a redaction of the run must reach them.
@@ -40,6 +40,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.agents.episodes.user_code import SINGLE_TURN
 from cairn.engines.models.tokenizers import tokenizer_digest
 from cairn.engines.processes.fingerprint import combined
+from cairn.engines.rollout.plan import rounds_weights
 from cairn.engines.types.types import FinishReason
 from cairn.storage.evals import Claim, Evaluation, EvaluationKey, read_samples, try_claim
 from cairn.storage.ledger.commits import Commit, Step
@@ -262,6 +263,8 @@ def _key(run: RunContext, weights: Commit | None, questions: Questions) -> Evalu
     """Return the key of the result; None where a key would not determine it."""
     rollout = run.config.rollout
     if rollout.custom_generate_function_path != SINGLE_TURN or rollout.server_groups or rollout.external_urls:
+        return None
+    if rounds_weights(run.config):
         return None
     options = EngineOptions.of_run(rollout, {})
     folder = run.config.model.path

@@ -127,7 +127,8 @@ class SGLangEngine(ServerWeights):
         fp8 = Fp8Weights.of(model_path)
         names = parameter_names(model_path) | (fp8.scales if fp8 else frozenset())
         control = Control(self.server.url, call_timeout)
-        super().__init__(control, names, config.timeout, has_weights=plan.external_url is None)
+        has_weights = plan.external_url is None and config.model_path is None
+        super().__init__(control, names, config.timeout, has_weights=has_weights)
         self._occupancy = Occupancy()
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[Generation] = weakref.WeakSet()

@@ -84,7 +84,7 @@ def _problems(config: RunConfig) -> Iterable[str]:
 KIND = EngineKind(
     engine="cairn.engines.rollout.sglang.engine:make",
     plan=launch_plan,
-    options=("sglang", "sglang_env_vars", "router", "server_groups", "external_urls"),
+    options=("model_path", "sglang", "sglang_env_vars", "router", "server_groups", "external_urls"),
     problems=_problems,
     layout_problems=plan_problems,
     router="cairn.engines.rollout.sglang.router:make",

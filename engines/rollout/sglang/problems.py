@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.models.configs import sees_images
 from cairn.engines.models.folders import check_model_folder
 from cairn.engines.models.quantized import BlockFp8, quantization_of
+from cairn.engines.models.variants import variant_problems
+from cairn.engines.rollout.plan import served_model
 from cairn.engines.rollout.sglang.completions import routes_problems, support_problems, version_problems
 from cairn.engines.rollout.sglang.installation import Installation, SGLangMissing, option_problems, router_problems
 from cairn.engines.rollout.sglang.launch import code_problem
@@ -36,10 +37,12 @@ UNSERVED = {
 
 
 def quantized_problems(config: RunConfig) -> Iterator[str]:
-    """Yield sentences on servers that read quantised weights from `model.path`, and receive new weights in the same
-    format (`cairn.engines.weights.fp8`)."""
-    rollout, fleet, path = config.rollout, config.fleet, config.model.path
+    """Yield sentences on servers that read quantised weights, and receive new weights in the same format
+    (`cairn.engines.weights.fp8`)."""
+    rollout, fleet, path = config.rollout, config.fleet, served_model(config)[0]
     servers = server_options(rollout)
+    if path != config.model.path:
+        yield from variant_problems("rollout.model_path", path, config.model.path)
     try:
         scheme = quantization_of(Path(path))
     except (BadModel, OSError, ValueError):  # reported where folders are checked
@@ -47,7 +50,7 @@ def quantized_problems(config: RunConfig) -> Iterator[str]:
     if any(options.get("quantization") for options in servers):
         yield (
             "rollout.sglang.quantization rounds weights only when a server starts, and updates would not be rounded: "
-            "leave it out, and for rollouts in FP8 set a model.path whose config.json has fp8 in blocks"
+            "leave it out, and for rollouts in FP8 set a rollout.model_path whose config.json has fp8 in blocks"
         )
     if scheme is None:
         return
@@ -100,7 +103,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     try:
         installation = Installation.find()
         yield from version_problems(rollout, installation)
-        yield from _code_of_the_model(rollout, config.model.path)
+        yield from _code_of_the_model(config)
         yield from option_problems(installation, "rollout.sglang", rollout.sglang)
         for index, group in enumerate(rollout.server_groups):
             yield from option_problems(installation, f"rollout.server_groups.{index}.overrides", group.overrides)
@@ -152,10 +155,11 @@ def _unserved(path: str) -> Iterator[str]:
         )
 
 
-def _code_of_the_model(rollout: RolloutConfig, path: str) -> Iterator[str]:
+def _code_of_the_model(config: RunConfig) -> Iterator[str]:
+    rollout, path = config.rollout, served_model(config)[0]
     try:
         problem = code_problem(path, rollout.sglang, *(group.overrides for group in rollout.server_groups))
     except BadModel:  # reported where folders are checked
         return
     if problem is not None:
-        yield f"model.path: {problem}"
+        yield f"{'model.path' if path == config.model.path else 'rollout.model_path'}: {problem}"

@@ -137,7 +137,7 @@ def hasty(fleet: Fleet, model: Path, index: int, *, timeout: float, call_timeout
     """Another handle of the same engine, with other deadlines."""
     config = fleet_config(model, rollout={"timeout": timeout}, fleet={"call_timeout": call_timeout})
     actors = [fleet.rollout[index].actor]
-    return RolloutHandle(f"rollout:{index}", actors, ServerPlan(), str(model), config.rollout, config.fleet)
+    return RolloutHandle(f"rollout:{index}", actors, ServerPlan(), (str(model), "model"), config.rollout, config.fleet)
 
 
 def test_samples_are_those_of_an_engine_without_a_fleet(fleet: Fleet, model: Path, initial: str) -> None:
@@ -225,7 +225,7 @@ def test_an_engine_that_does_not_start_in_time_says_so_itself(fleet: Fleet, mode
     config = fleet_config(model, rollout={"engine": "sglang"})
     nobody = ServerPlan(external_url="http://127.0.0.1:1")
     actors = fleet.rollout[0]._actors
-    engine = RolloutHandle("rollout:0", actors, nobody, str(model), config.rollout, config.fleet)
+    engine = RolloutHandle("rollout:0", actors, nobody, (str(model), "model"), config.rollout, config.fleet)
     with pytest.raises(EngineTimeout, match=r"127\.0\.0\.1:1 did not serve within .* take it out of"):
         engine._make_engine(Deadline(2))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from cairn.configs.errors import ConfigError
@@ -18,7 +19,7 @@ from examples.quickstart.model import build_model, build_tokenizer
 from tests.architectures import architecture
 from tests.engines.training.builders import model_folder
 from tests.mistakes import mistakes
-from tests.quantized_models import fp8_folder, mxfp4_folder
+from tests.quantized_models import fp8_folder, into_fp8, mxfp4_folder, set_config
 from tests.tables import cases
 
 
@@ -465,6 +466,46 @@ def test_what_servers_of_quantised_weights_cannot_do_is_named(data: Path, tmp_pa
     online = served | {"sglang": {"quantization": "fp8"}}
     problems = "\n".join(setup_problems(config(architecture("qwen3").save(tmp_path / "plain"), data, rollout=online)))
     assert "rollout.sglang.quantization rounds weights only when a server starts" in problems
+
+
+def test_servers_may_load_the_model_in_fp8_and_no_other_model(model: Path, data: Path, tmp_path: Path) -> None:
+    rollout = {"engine": "sglang", "num_rollout": 1, "rollout_batch_size": 2, "rollout_max_response_len": 16}
+    rollout |= {"dtype": "bfloat16", "num_gpus_per_engine": 1}
+
+    def copy(name: str) -> Path:
+        return shutil.copytree(model, tmp_path / name)
+
+    def problems(served: Path, **options: Any) -> list[str]:
+        return setup_problems(config(model, data, rollout=rollout | {"model_path": str(served), **options}))
+
+    into_fp8(fp8 := copy("fp8"))
+    assert problems(fp8) == []
+    (problem,) = problems(fp8, num_gpus_per_engine=0)
+    assert problem.startswith(f"{fp8} is in FP8, for which SGLang has no kernels without a GPU")
+    (problem,) = problems(tmp_path / "none")
+    assert problem.startswith(f"rollout.model_path: Model folder {tmp_path / 'none'} does not exist")
+    set_config(other := copy("config"), rms_norm_eps=0.5, transformers_version="1", use_cache=False)
+    (problem,) = problems(other)
+    assert problem.startswith(
+        f"rollout.model_path: the config.json in {other} has rms_norm_eps=0.5, and that in {model}"
+    )
+    into_fp8(shapes := copy("shapes"), {"model.norm.weight": torch.ones(3)})
+    (problem,) = problems(shapes)
+    assert problem.startswith(
+        f"rollout.model_path: the weight model.norm.weight has shape (3,) in {shapes}, and has shape"
+    )
+    into_fp8(more := copy("more"), {"model.layers.0.mlp.bias": torch.ones(3)})
+    (problem,) = problems(more)
+    assert f"has shape (3,) in {more}, and is missing in {model}: use a folder of the model that is trained" in problem
+    tokenizer = AutoTokenizer.from_pretrained(words := copy("words"))
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(words)
+    (problem,) = problems(words)
+    assert problem.startswith(f"rollout.model_path: the model in {words} has another tokenizer")
+    notes: list[str] = []
+    options = rollout | {"engine": "transformers", "model_path": str(fp8)}
+    assert setup_problems(config(model, data, rollout=options), notes.append) == []
+    assert "rollout.model_path has no effect while rollout.engine is transformers; leave it out" in notes
 
 
 def test_layers_that_sglang_would_take_for_others_are_named(data: Path, tmp_path: Path) -> None:

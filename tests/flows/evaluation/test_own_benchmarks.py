@@ -1,6 +1,7 @@
 """A run's own evaluations and `evals/`: what either has evaluated the other finds, and nothing is sampled twice."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
+from cairn.configs.schema.evaluation import EngineOptions
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.cli import app
-from cairn.flows.evaluation.benchmarks import benchmarks_of, own_benchmarks
+from cairn.flows.evaluation.benchmarks import benchmarks_of, own_benchmarks, sampled_by_the_run
 from cairn.flows.evaluation.evaluating import EvaluationResult, evaluate_models
 from cairn.flows.evaluation.models import benchmarks_of_run, models_of
 from cairn.flows.iteration import iteration
@@ -25,6 +27,7 @@ from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
 from cairn.tasks.evaluation.evaluate import engines_environment, evaluate
 from tests.local_fleet import LocalFleet
+from tests.quantized_models import into_fp8
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 INITIAL = "heldout-v000000"
@@ -120,6 +123,23 @@ def test_stop_strings_end_the_responses_of_a_run_and_of_its_benchmarks(
         settings = [own_benchmarks(one)["heldout"].questions(run.tokenizer).settings for one in (config, stopping)]
         assert dict(settings[1]) == {**settings[0], "stop_strings": ["e", "t", "<|im_st"]}
         assert not evaluated(run.ledger.store, "tiny@0").computed
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_samples_of_servers_that_hold_fp8_are_no_result_of_the_weights(
+    tiny_assets: Path, fleet: LocalFleet, tmp_path: Path, rounded: bool
+) -> None:
+    served = shutil.copytree(tiny_assets / "model", tmp_path / "served")
+    if rounded:
+        into_fp8(served)
+    config = config_of(tiny_assets, rollout={"engine": "sglang", "model_path": str(served)})
+    with tiny_context(str(tmp_path / "store"), config, fleet=fleet) as (run, _):
+        store, origin = run.ledger.store, {"run": run.ledger.run, "iteration": None, "weight_version": 0}
+        assert run.read(initial(run)).num_rows
+        assert bool(results_of(store)) != rounded
+        own = own_benchmarks(config)["heldout"]
+        questions, options = own.questions(run.tokenizer), EngineOptions.of_run(config.rollout, {})
+        assert (sampled_by_the_run(store, origin, own, questions, options) is None) == rounded
 
 
 @pytest.mark.usefixtures("no_engine")

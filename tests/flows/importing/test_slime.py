@@ -173,6 +173,16 @@ def test_variables_have_the_values_that_env_gives_or_their_defaults(checkout: Pa
     assert draft.values["model.path"] == "/other/Qwen3-4B"
 
 
+def test_a_script_that_serves_a_model_in_fp8_trains_the_one_in_bfloat16(checkout: Path) -> None:
+    draft = imported(checkout, "$BASE/Qwen3-4B\n", "$BASE/Qwen3-4B-FP8/\n")
+    assert draft.values["model.path"] == "/data/Qwen3-4B"
+    assert draft.values["rollout.model_path"] == "/data/Qwen3-4B-FP8"
+    assert draft.problems == []
+    draft = imported(checkout, "$BASE/Qwen3-4B\n   --ref-load $BASE/Qwen3-4B_torch_dist\n", "$BASE/Qwen3-4B-FP8\n")
+    assert draft.values["model.path"] == "/data/Qwen3-4B-FP8"
+    assert "rollout.model_path" not in draft.values
+
+
 def test_the_own_engine_of_slime_and_its_loops_are_those_of_the_recipe(checkout: Path) -> None:
     draft = imported(checkout, "train.py \\", "train_async.py --train-backend fsdp --rollout-num-gpus 4 \\")
     assert draft.values["training.engine"] == "torch"

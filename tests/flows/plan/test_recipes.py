@@ -11,9 +11,11 @@ import pytest
 
 from cairn.configs.catalogue import hardware, published_config, slime_script
 from cairn.configs.loader import load
-from cairn.flows.plan.memory import weight_bytes
+from cairn.engines.models.quantized import quantization_config
+from cairn.engines.plan.sync import exchange_of
+from cairn.flows.plan.memory import engine_memory, rank_memory, weight_bytes
 from cairn.flows.plan.planning import plan_of
-from cairn.flows.plan.subject import Plan, subject_of
+from cairn.flows.plan.subject import FP8, Plan, subject_of
 from tests.architectures import architecture
 
 RECIPES = Path(__file__).parents[3] / "configs" / "recipes"
@@ -89,3 +91,27 @@ def test_a_folder_in_fp8_is_served_in_a_byte_a_weight_but_for_what_stays_wide(do
     subject = subject_of(config, recipe.stem, "h200", memory_of_this_machine=64e9)
     wide = 2 * 129280 * 7168 + 58 * 256 * 7168  # embedding and output layer, routers
     assert weight_bytes(subject) * subject.model.parameters == pytest.approx(671.026e9 + wide, rel=1e-4)
+
+
+def test_servers_of_a_folder_in_fp8_take_half_of_what_training_has_and_are_sent_half(tmp_path: Path) -> None:
+    recipe = RECIPES / "models" / "Qwen3-30B-A3B.yaml"
+    (tmp_path / "config.json").write_text(
+        json.dumps((published_config("Qwen3-30B-A3B") or {}) | {"quantization_config": FP8})
+    )
+    plain, *in_fp8 = (
+        subject_of(load(recipe, options), recipe.stem, "h100", memory_of_this_machine=64e9)
+        for options in ([], ["rollout.model_path=Qwen3-30B-A3B-FP8"], [f"rollout.model_path={tmp_path}"])
+    )
+    wide = 2 * 151936 * 2048 + 48 * 128 * 2048  # embedding and output layer, routers
+    for subject in in_fp8:
+        size = weight_bytes(subject) * plain.model.parameters
+        assert size == pytest.approx(30.532e9 + wide, rel=1e-4)
+        saved = engine_memory(subject).pool - engine_memory(plain).pool
+        assert saved == pytest.approx((2 * 30.532e9 - size) / 8, rel=0.02)  # of a GPU of 8, with its copy of the norms
+        assert rank_memory(subject, 0) == rank_memory(plain, 0)
+        scheme = quantization_config(FP8)
+        cost = exchange_of(subject.model, subject.config.training, 1 << 29, scheme)
+        assert cost.sent == pytest.approx(size, rel=1e-3)
+        assert (
+            cost.nbytes == exchange_of(plain.model, plain.config.training, 1 << 29).sent == 2 * plain.model.parameters
+        )
