@@ -192,8 +192,8 @@ def without_idle(values: dict[str, Any], context: Mapping[str, bool] | None = No
 
 
 def _by_usual_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Take `training.engine: fsdp` for `torch`, and Megatron's `recompute_activations` for the option of the engine
-    that does it."""
+    """Take `training.engine: fsdp` for `torch`, and Megatron's `recompute_activations` and `context_parallel_size` for
+    the options of the engine that does it."""
     section = values.get("training")
     if not isinstance(section, dict):
         return values
@@ -204,6 +204,11 @@ def _by_usual_names(values: dict[str, Any]) -> dict[str, Any]:
             training["megatron"] = {"recompute_granularity": "selective", **(training.get("megatron") or {})}
         elif wanted:
             training["gradient_checkpointing"] = True
+    if training.get("engine") == "megatron" and (ranks := training.get("context_parallel_size", 1)) != 1:
+        own = training.get("megatron") or {}
+        if isinstance(own, dict) and "context_parallel_size" not in own:
+            del training["context_parallel_size"]
+            training["megatron"] = {**own, "context_parallel_size": ranks}
     return {**values, "training": training}
 
 

@@ -243,7 +243,7 @@ def _recipe(file: Path) -> list[str]:
     sizes = {
         "TP": training.tensor_model_parallel_size,
         "PP": training.pipeline_model_parallel_size,
-        "CP": training.context_parallel_size,
+        "CP": training.ranks_of_sequence,
         "EP": training.megatron.get("expert_model_parallel_size", 1),
         "DP": training.data_parallel_size,
     }

@@ -183,7 +183,8 @@ class RunConfig(Section):
                 f"{training.global_batch_size} × {steps} = {training.global_batch_size * steps}; the two must be equal"
             )
         if self.global_batch_size % training.data_parallel_size:
-            ranks = "world_size" if training.engine == "torch" else "world_size, counting only data-parallel ranks"
+            alone = training.data_parallel_size == training.world_size
+            ranks = "world_size" if alone else "world_size, counting only data-parallel ranks"
             raise ValueError(
                 f"training.global_batch_size ({self.global_batch_size}) is not divisible by "
                 f"training.{ranks} ({training.data_parallel_size})"

@@ -207,6 +207,14 @@ class TrainingConfig(Section):
     """Hold weights, gradients and moments in the host's memory, divided over the ranks, and update them there. GPUs
     hold the weights of one layer at a time, and activations."""
 
+    sequence_packing: Annotated[bool, when("training.engine", "torch")] = False
+    """Put the samples of a micro-batch one after the other into one row, without padding, in place of a padded row
+    each. Megatron always does."""
+
+    context_parallel_size: Annotated[int, when("training.engine", "torch")] = Field(1, ge=1)
+    """Ranks that share each sequence, in consecutive parts; above 1, samples are packed. For engine `megatron` it is
+    another name of `megatron: {context_parallel_size: …}`. Megatron: `--context-parallel-size`."""
+
     global_batch_size: int | None = Field(None, ge=1)
     """Samples per optimizer step; by default the number that follows from `num_steps_per_rollout`. Megatron:
     `--global-batch-size`."""
@@ -367,14 +375,19 @@ class TrainingConfig(Section):
         return int(self.megatron.get("pipeline_model_parallel_size") or 1)
 
     @property
-    def context_parallel_size(self) -> int:
-        """Ranks that share each sequence."""
-        return int(self.megatron.get("context_parallel_size") or 1)
+    def ranks_of_sequence(self) -> int:
+        """Ranks that share each sequence, on either engine."""
+        return int(self.megatron.get("context_parallel_size") or self.context_parallel_size)
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether the torch engine puts several samples into one row."""
+        return self.engine == "torch" and (self.sequence_packing or self.context_parallel_size > 1)
 
     @property
     def data_parallel_size(self) -> int:
         """Ranks, or groups of ranks, that have their own samples."""
-        model_ranks = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        model_ranks = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.ranks_of_sequence
         return self.world_size // model_ranks
 
     @rule
@@ -393,8 +406,10 @@ class TrainingConfig(Section):
         tensor, pipeline, context = (
             self.tensor_model_parallel_size,
             self.pipeline_model_parallel_size,
-            self.context_parallel_size,
+            self.ranks_of_sequence,
         )
+        if self.engine == "torch" and self.world_size % context:
+            raise ValueError(f"world_size ({self.world_size}) is not divisible by context_parallel_size ({context})")
         if self.world_size % (tensor * pipeline * context):
             raise ValueError(
                 f"world_size ({self.world_size}) is not divisible by megatron.tensor_model_parallel_size × "

@@ -189,7 +189,7 @@ def micro_batches(subject: Subject) -> MicroBatches:
     one for each stage."""
     config, lengths = subject.config, subject.lengths
     training, stages = config.training, config.training.pipeline_model_parallel_size
-    context = training.context_parallel_size
+    context = training.ranks_of_sequence
     samples = max(1, config.global_batch_size // training.data_parallel_size)
     whole = samples * lengths.longest
     if training.micro_batch_size is not None:

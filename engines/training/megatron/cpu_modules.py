@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
-from cairn.engines.training.megatron.packing import as_rows, context_order
+from cairn.engines.training.packing import as_rows, context_order
 
 
 class Norm(torch.nn.RMSNorm):

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from cairn.engines.training.megatron.packing import as_rows, context_order
+from cairn.engines.training.packing import as_rows, context_order
 
 _EPSILON = 1e-6
 """Epsilon of the length of queries and keys, as in the kernels that the models were trained with."""

@@ -24,10 +24,10 @@ from cairn.engines.training.megatron.backend import backend_for
 from cairn.engines.training.megatron.folder import FILE_BYTES, write_model_folder
 from cairn.engines.training.megatron.learner import MegatronLearner, Reference
 from cairn.engines.training.megatron.model import join_groups, load_model, read_values
-from cairn.engines.training.megatron.packing import padded_length
 from cairn.engines.training.megatron.passes import Passes
 from cairn.engines.training.megatron.state import Memory
 from cairn.engines.training.needs import has_critic, teacher_top_k, untrained_models
+from cairn.engines.training.packing import padded_length
 from cairn.engines.training.process import join_process_group, prepare_process
 from cairn.engines.training.sharding import raising_together
 from cairn.engines.training.top_k import row_shape
@@ -204,7 +204,7 @@ class MegatronEngine(ExactlyOnceEngine):
         training = self._training
         limit = training.max_tokens_per_gpu
         if limit is not None:
-            limit *= training.context_parallel_size
+            limit *= training.ranks_of_sequence
         padded = {sample: padded_length(length, self._actor.alignment) for sample, length in lengths.items()}
         plan = pack_micro_batches(
             padded,

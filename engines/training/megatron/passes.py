@@ -14,8 +14,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from cairn.engines.training.aggregations import NO_WEIGHT, Weight
 from cairn.engines.training.batching import MicroBatch
 from cairn.engines.training.collate import MISMATCH, Tokens, collate_responses, collate_trained, routed_choices
-from cairn.engines.training.megatron.packing import Packed, pack
 from cairn.engines.training.megatron.routers import Balance, Replay
+from cairn.engines.training.packing import Packed, context_order, pack, padded_length
 from cairn.engines.training.protocol import merge, merge_over_ranks, numbers
 from cairn.engines.types.types import TrainBatch
 
@@ -115,14 +115,15 @@ class Passes:
         return scores
 
     def _pack(self, batch: TrainBatch, micro_batch: MicroBatch, tokens: Any) -> Packed:
+        lengths = [padded_length(len(batch.input_ids[sample]), self.alignment) for sample in micro_batch.samples]
+        size = parallel_state.get_context_parallel_world_size()
         return pack(
             batch,
             micro_batch.samples,
             tokens,
-            alignment=self.alignment,
-            size=parallel_state.get_context_parallel_world_size(),
-            rank=parallel_state.get_context_parallel_rank(),
-            group=parallel_state.get_context_parallel_group(),
+            lengths=lengths,
+            places=context_order(lengths, size, parallel_state.get_context_parallel_rank()),
+            group=parallel_state.get_context_parallel_group() if size > 1 else None,
         )
 
     def _run(

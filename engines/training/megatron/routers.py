@@ -19,7 +19,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from cairn.engines.models.published import rebalanced
 from cairn.engines.models.routing import RouterChoice, differing, with_replayed
-from cairn.engines.training.megatron.packing import own_tokens
 
 
 class Balance:
@@ -69,6 +68,22 @@ class Balance:
     def _see(self, layer: int, router: Any, args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         if self._real is not None:
             self._counts[layer] += output[1][self._real].sum(0)
+
+
+def own_tokens(values: torch.Tensor, cut: bool) -> torch.Tensor:
+    """Return the values of the tokens that a router of this tensor-parallel rank sees.
+
+    Args:
+        values: [T, …] of this context-parallel rank's tokens.
+        cut: whether tensor-parallel ranks share a sequence between layers.
+    """
+    if not cut:
+        return values
+    ranks, rank = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    return values.chunk(ranks)[rank]
 
 
 class ReplayedExperts:

@@ -1,6 +1,7 @@
 """Training engine for any Hugging Face causal LM: PyTorch, with FSDP2 over more than one rank."""
 
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,7 @@ from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.models.folders import load_causal_lm
 from cairn.engines.models.published import biases_of
 from cairn.engines.models.routing import RouteReplay
-from cairn.engines.training.batching import MicroBatch, plan_micro_batches
+from cairn.engines.training.batching import MicroBatch, pack_micro_batches, plan_micro_batches
 from cairn.engines.training.checkpoint import (
     FILE_BYTES,
     REFERENCE,
@@ -35,7 +36,7 @@ from cairn.engines.training.freezing import freeze
 from cairn.engines.training.losses.objective import objective
 from cairn.engines.training.losses.value import value_objective
 from cairn.engines.training.needs import has_critic, teacher_top_k, untrained_models
-from cairn.engines.training.process import prepare_process
+from cairn.engines.training.process import join_process_group, prepare_process
 from cairn.engines.training.sharding import (
     copy_part,
     raise_together,
@@ -45,11 +46,20 @@ from cairn.engines.training.sharding import (
     whole,
 )
 from cairn.engines.training.top_k import row_shape
+from cairn.engines.training.torch.attention import use_packed_attention
 from cairn.engines.training.torch.export import parts_of, save_model_folder, weights_checksum, whole_weights
 from cairn.engines.training.torch.learner import TorchLearner, offload, onload
 from cairn.engines.training.torch.loading import fill, load_outline
 from cairn.engines.training.torch.lora import adapters_off, add_adapters, save_adapters
-from cairn.engines.training.torch.passes import Reading, read_policy, read_values, score_responses
+from cairn.engines.training.torch.passes import (
+    Layout,
+    Reading,
+    packed_row,
+    padded_rows,
+    read_policy,
+    read_values,
+    score_responses,
+)
 from cairn.engines.training.value_model import load_value_model
 from cairn.engines.types.types import TrainBatch
 from cairn.engines.weights.buckets import Bucket
@@ -88,12 +98,14 @@ class TorchEngine(ExactlyOnceEngine):
         super().__init__(training, algorithm, total_steps=total_steps, rank=rank, world_size=world_size, device=device)
         self._temperature, self._folder = temperature, Path(model.path)
         prepare_process(training, self._device)
+        self._layout: Layout = padded_rows
+        if training.packs_rows:
+            self._layout = partial(packed_row, group=self._context_group())
         # Untrained weights need no more precision than the passes use.
         self._model = self._load_model(model.path, self._dtype if training.lora.r else torch.float32, training)
         replay = RouteReplay(self._model) if algorithm.use_rollout_routing_replay else None
-        actor = TorchLearner(
-            self._model, partial(objective, algorithm=algorithm, temperature=temperature), training, world_size, replay
-        )
+        loss = partial(objective, algorithm=algorithm, temperature=temperature)
+        actor = TorchLearner(self._model, loss, training, world_size, replay, self._layout)
         self._learners: dict[str, TorchLearner] = {"actor": actor}
         self._frozen: list[PreTrainedModel] = []
         self._reference: PreTrainedModel | None = None
@@ -112,9 +124,8 @@ class TorchEngine(ExactlyOnceEngine):
         if has_critic(algorithm):
             path = model.critic_path or model.path
             critic = self._placed(load_value_model(path, torch.float32, self._load), path)
-            self._learners["critic"] = TorchLearner(
-                critic, partial(value_objective, value_clip=algorithm.value_clip), training.of_critic, world_size
-            )
+            loss = partial(value_objective, value_clip=algorithm.value_clip)
+            self._learners["critic"] = TorchLearner(critic, loss, training.of_critic, world_size, layout=self._layout)
             self._scorers["critic"] = partial(self._responses, critic, read_values)
 
     def export_weights(self, bucket_bytes: int, *, on_device: bool = False) -> Iterator[Bucket]:
@@ -220,7 +231,7 @@ class TorchEngine(ExactlyOnceEngine):
         replay: RouteReplay | None = None,
         shape: tuple[int, ...] = (),
     ) -> torch.Tensor:
-        scores = score_responses(model, batch, micro_batches, reading, replay, shape)
+        scores = score_responses(model, batch, micro_batches, reading, replay, shape, self._layout)
         if self._world_size > 1:
             dist.all_reduce(scores)  # one value and zeros: exact
         return scores
@@ -248,7 +259,18 @@ class TorchEngine(ExactlyOnceEngine):
         """The function that loads a model: whole for one rank, otherwise without values until it is sharded."""
         return load_causal_lm if self._world_size == 1 else load_outline
 
+    def _context_group(self) -> dist.ProcessGroup | None:
+        """Return this rank's group of consecutive ranks that share each row; None where a rank has whole rows."""
+        size = self._training.ranks_of_sequence
+        if size == 1:
+            return None
+        join_process_group(self._world_size)
+        minutes = self._training.distributed_timeout_minutes
+        return dist.new_subgroups(size, timeout=timedelta(minutes=minutes))[0]
+
     def _placed(self, model: PreTrainedModel, path: str) -> PreTrainedModel:
+        if self._training.packs_rows:
+            use_packed_attention(model)
         on_host = self._training.fsdp_cpu_offload
         formats = {parameter.dtype for parameter in model.parameters()}
         if self._world_size == 1 and formats == {self._dtype} and not on_host:
@@ -259,9 +281,12 @@ class TorchEngine(ExactlyOnceEngine):
 
     def _plan(self, lengths: dict[int, int]) -> list[MicroBatch]:
         training = self._training
-        return plan_micro_batches(
-            lengths, training.max_tokens_per_gpu, self._world_size, most_samples=training.micro_batch_size
-        )[self._rank]
+        limit, most = training.max_tokens_per_gpu, training.micro_batch_size
+        if not training.packs_rows:
+            return plan_micro_batches(lengths, limit, self._world_size, most_samples=most)[self._rank]
+        size = training.ranks_of_sequence
+        limit = None if limit is None else limit * size
+        return pack_micro_batches(lengths, limit, self._world_size // size, most_samples=most)[self._rank // size]
 
     def _state(self) -> dict[str, NamedTensors]:
         """Return every tensor of the state, by its kind; the critic's names begin with `critic.`."""

@@ -15,7 +15,7 @@ from cairn.engines.training.checkpoint import NamedTensors
 from cairn.engines.training.optimizer import MOMENTS, build_optimizer, set_position, set_rates
 from cairn.engines.training.protocol import merge_over_ranks
 from cairn.engines.training.sharding import recompute_activations, whole
-from cairn.engines.training.torch.passes import Balance, Objective, accumulate_gradients
+from cairn.engines.training.torch.passes import Balance, Layout, Objective, accumulate_gradients, padded_rows
 from cairn.engines.types.types import TrainBatch
 
 # Offloading frees the GPU memory of a training state for a while; the state is restored bit for bit.
@@ -82,14 +82,16 @@ class TorchLearner:
         training: TrainingConfig,
         world_size: int,
         replay: RouteReplay | None = None,
+        layout: Layout = padded_rows,
     ):
         """
         Args:
             model: whole, or sharded over all ranks.
             objective: loss and metrics of the model's outputs at the trained tokens.
             replay: expert replay of the model, where it uses the rollout's experts.
+            layout: how the model reads the samples of a micro-batch.
         """
-        self.model, self._objective, self._replay = model, objective, replay
+        self.model, self._objective, self._replay, self._layout = model, objective, replay, layout
         self._clip_grad, self._world_size = training.clip_grad, world_size
         if training.gradient_checkpointing:
             recompute_activations(model)
@@ -113,7 +115,7 @@ class TorchLearner:
         if self._balance is not None:
             self._balance.forget()
         shares = accumulate_gradients(
-            self.model, batch, micro_batches, weights, self._objective, self._replay, self._balance
+            self.model, batch, micro_batches, weights, self._objective, self._replay, self._balance, self._layout
         )
         return merge_over_ranks(shares, self._world_size)
 

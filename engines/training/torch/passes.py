@@ -1,7 +1,8 @@
 """Passes of micro-batches through a model: with gradients to train, without to score."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,9 @@ from cairn.engines.training.aggregations import NO_WEIGHT, Weight
 from cairn.engines.training.batching import MicroBatch
 from cairn.engines.training.collate import MISMATCH, Tokens, collate_responses, collate_trained, routed_choices
 from cairn.engines.training.log_probs import response_logits
+from cairn.engines.training.packing import consecutive_order, pack, padded_length
 from cairn.engines.training.protocol import merge, numbers
+from cairn.engines.training.torch.attention import Segments
 from cairn.engines.training.vocabulary import Softmax, read_log_probs
 from cairn.engines.types.types import TrainBatch
 
@@ -89,6 +92,75 @@ def read_values(outputs: torch.Tensor, _: Tokens) -> torch.Tensor:
     return outputs.float().squeeze(-1)
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What a model reads of a micro-batch on this rank: B rows of L tokens, and the chosen tokens that it predicts."""
+
+    tokens: Tokens
+    """Chosen tokens of this rank; their `positions` index the flattened [B * L]."""
+    input_ids: torch.Tensor
+    """[B, L] int64."""
+    real: torch.Tensor
+    """[B * L] bool: which tokens are not padding."""
+    routed: torch.Tensor | None
+    """[B * L, layers, top-k]: the experts to use for each token, as in `Tokens`."""
+    inputs: AbstractContextManager[Mapping[str, Any]]
+    """Context of the forward pass; gives its arguments besides `input_ids`."""
+    order: torch.Tensor | None = None
+    """[N] int64: index of each chosen token among those of the whole micro-batch; None where this rank has all."""
+
+    def logits(self, model: PreTrainedModel) -> torch.Tensor:
+        """Return [N, outputs] of the output layer at the chosen tokens."""
+        with self.inputs as inputs:
+            return response_logits(model, self.input_ids, self.tokens.positions, **inputs)
+
+
+Layout = Callable[[PreTrainedModel, TrainBatch, Sequence[int], Tokens], Rows]
+"""(model, batch, samples of a micro-batch, its chosen tokens) → the rows that the model reads."""
+
+
+def padded_rows(model: PreTrainedModel, batch: TrainBatch, samples: Sequence[int], tokens: Tokens) -> Rows:
+    """Return a row for each sample, padded on the right."""
+    routed = None if tokens.routed_experts is None else tokens.routed_experts.flatten(0, 1)
+    lengths = torch.tensor([[len(batch.input_ids[i])] for i in samples], device=tokens.input_ids.device)
+    real = (torch.arange(tokens.input_ids.shape[1], device=lengths.device) < lengths).flatten()
+    inputs: AbstractContextManager[Mapping[str, Any]] = nullcontext({})
+    if batch.images is not None:
+        from cairn.engines.models.vision import seeing  # only some models need it
+
+        inputs = seeing(model, [batch.input_ids[i] for i in samples], [batch.images[i] for i in samples])
+    return Rows(tokens, tokens.input_ids, real, routed, inputs)
+
+
+def packed_row(
+    model: PreTrainedModel,
+    batch: TrainBatch,
+    samples: Sequence[int],
+    tokens: Tokens,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Rows:
+    """Return this rank's part of one row of all samples, one after the other.
+
+    The model must have `cairn.engines.training.torch.attention.use_packed_attention`.
+
+    Args:
+        group: the ranks that share the row, in consecutive parts of equal length; None where this rank has all of it.
+
+    Raises:
+        ValueError: the batch has images.
+    """
+    if batch.images is not None:
+        raise ValueError("samples with images cannot be packed: leave training.sequence_packing out")
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    lengths = [len(batch.input_ids[i]) for i in samples]
+    lengths[-1] += padded_length(sum(lengths), ranks) - sum(lengths)
+    places = consecutive_order(lengths, ranks, rank)
+    packed = pack(batch, samples, tokens, lengths=lengths, places=places, group=group)
+    inputs = {"position_ids": packed.position_ids, "segments": Segments(lengths, model.device, group)}
+    return Rows(packed.tokens, packed.input_ids, packed.real, packed.routed, nullcontext(inputs), packed.order)
+
+
 def accumulate_gradients(
     model: PreTrainedModel,
     batch: TrainBatch,
@@ -97,6 +169,7 @@ def accumulate_gradients(
     objective: Objective,
     replay: RouteReplay | None = None,
     balance: Balance | None = None,
+    layout: Layout = padded_rows,
 ) -> dict[str, float]:
     """Add this rank's share of the loss's gradient to the parameters' gradients. Return its share of every metric.
 
@@ -104,16 +177,19 @@ def accumulate_gradients(
         weights: weights of each sample's trained tokens in the loss of the optimizer step.
         replay: makes the model use the experts that the rollout chose, where the batch has them.
         balance: counts the tokens of each expert.
+        layout: how the model reads the samples of a micro-batch.
     """
     collected = []
     routed = routed_choices(batch, weights)
     for micro_batch in micro_batches:
         token_weights = [weights[i] if micro_batch.counted else NO_WEIGHT for i in micro_batch.samples]
         tokens = collate_trained(batch, micro_batch.samples, token_weights, model.device)
-        with replayed_routes(replay, tokens):
-            with nullcontext() if balance is None else balance.counting(_counted(batch, micro_batch, tokens)):
-                logits = _logits(model, batch, micro_batch, tokens)
-            loss, metrics = objective(logits, tokens)
+        rows = layout(model, batch, micro_batch.samples, tokens)
+        with nullcontext() if replay is None else replay.replaying(rows.routed):
+            counted = rows.real if micro_batch.counted else None
+            with nullcontext() if balance is None else balance.counting(counted):
+                logits = rows.logits(model)
+            loss, metrics = objective(logits, rows.tokens)
             loss.backward()
         if replay is not None and routed:
             metrics[MISMATCH] = replay.differing() * micro_batch.counted / routed
@@ -129,44 +205,21 @@ def score_responses(
     reading: Reading,
     replay: RouteReplay | None = None,
     shape: tuple[int, ...] = (),
+    layout: Layout = padded_rows,
 ) -> torch.Tensor:
     """Return [sum of R_i, *shape] float32: the reading at each response token, sample after sample.
 
-    Tokens of other ranks are 0. `replay` is that of `accumulate_gradients`.
+    Tokens of other ranks are 0. `replay` and `layout` are those of `accumulate_gradients`.
     """
     ends = np.cumsum(batch.response_lengths)
     scores = torch.zeros(int(ends[-1]), *shape, device=model.device)
     for micro_batch in micro_batches:
         tokens = collate_responses(batch, micro_batch.samples, model.device)
-        with replayed_routes(replay, tokens):
-            read = reading(_logits(model, batch, micro_batch, tokens), tokens)
+        rows = layout(model, batch, micro_batch.samples, tokens)
+        with nullcontext() if replay is None else replay.replaying(rows.routed):
+            read = reading(rows.logits(model), rows.tokens)
         if micro_batch.counted:
-            places = [np.arange(ends[i] - batch.response_lengths[i], ends[i]) for i in micro_batch.samples]
-            scores[torch.from_numpy(np.concatenate(places)).to(model.device)] = read
+            ranges = [np.arange(ends[i] - batch.response_lengths[i], ends[i]) for i in micro_batch.samples]
+            places = torch.from_numpy(np.concatenate(ranges)).to(model.device)
+            scores[places if rows.order is None else places[rows.order]] = read
     return scores
-
-
-def _counted(batch: TrainBatch, micro_batch: MicroBatch, tokens: Tokens) -> torch.Tensor | None:
-    """Return [B * L] bool: the tokens that are not padding; None where the micro-batch does not count."""
-    if not micro_batch.counted:
-        return None
-    lengths = torch.tensor([[len(batch.input_ids[i])] for i in micro_batch.samples], device=tokens.input_ids.device)
-    return (torch.arange(tokens.input_ids.shape[1], device=lengths.device) < lengths).flatten()
-
-
-def replayed_routes(replay: RouteReplay | None, tokens: Tokens) -> AbstractContextManager[None]:
-    """Return a context in which the model uses the recorded experts of the micro-batch's tokens."""
-    if replay is None:
-        return nullcontext()
-    return replay.replaying(None if tokens.routed_experts is None else tokens.routed_experts.flatten(0, 1))
-
-
-def _logits(model: PreTrainedModel, batch: TrainBatch, micro_batch: MicroBatch, tokens: Tokens) -> torch.Tensor:
-    """Return [N, outputs] of the output layer at the chosen tokens."""
-    if batch.images is None:
-        return response_logits(model, tokens.input_ids, tokens.positions)
-    from cairn.engines.models.vision import seeing  # only some models need it
-
-    sequences = [batch.input_ids[i] for i in micro_batch.samples]
-    with seeing(model, sequences, [batch.images[i] for i in micro_batch.samples]) as images:
-        return response_logits(model, tokens.input_ids, tokens.positions, **images)

@@ -109,7 +109,7 @@ def make_engine(
         ModelConfig(
             path=str(folder), ref_path=str(ref) if ref else None, teacher_path=str(teacher) if teacher else None
         ),
-        TrainingConfig(**{"lr": 1e-3, "num_threads": 1, **training}),
+        TrainingConfig(**{"lr": 1e-3, "num_threads": 1, "world_size": world_size, **training}),
         algorithm or AlgorithmConfig(),
         temperature=temperature,
         total_steps=total_steps,

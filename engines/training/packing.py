@@ -1,8 +1,9 @@
 """Packing of a micro-batch's samples into one sequence, cut over the ranks of a context-parallel group.
 
-Every sample is padded at its end to a multiple of `alignment`. With context parallelism each sample is cut into twice
-as many chunks as there are ranks, and rank r holds chunks r and 2n - 1 - r. Causal attention then costs all ranks the
-same. Megatron does the same, and Transformer Engine's attention expects it.
+The engines cut it differently. Megatron pads every sample to a multiple of its alignment and cuts each into twice as
+many chunks as there are ranks, of which rank r holds chunks r and 2n - 1 - r (`context_order`). Causal attention then
+costs all ranks the same, and Transformer Engine's attention expects it. On the torch engine a rank holds consecutive
+tokens of the whole sequence (`consecutive_order`), since its ranks divide attention by heads.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from cairn.engines.models.routing import FREE
 from cairn.engines.training.collate import LOSS_FIELDS, Tokens
@@ -26,6 +26,8 @@ class Packed:
 
     input_ids: torch.Tensor
     """[1, T] int64."""
+    position_ids: torch.Tensor
+    """[1, T] int64: position of each token in its sample."""
     ends: torch.Tensor
     """[B + 1] int32: boundaries of the padded samples in the whole micro-batch, from 0."""
     longest: int
@@ -74,20 +76,14 @@ def as_rows(tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return rows.index_put((places[:, 0], places[:, 1]), tokens)
 
 
-def own_tokens(values: torch.Tensor, cut: bool) -> torch.Tensor:
-    """Return the values of the tokens that a router of this tensor-parallel rank sees.
+def consecutive_order(lengths: Sequence[int], size: int, rank: int) -> torch.Tensor:
+    """Return [T, 2] int64 as `context_order` does, for a rank that holds consecutive tokens of the packed samples.
 
     Args:
-        values: [T, …] of this context-parallel rank's tokens.
-        cut: whether tensor-parallel ranks share a sequence between layers.
+        lengths: lengths of the samples, in total divisible by `size`.
+        size: number of ranks of the context-parallel group.
     """
-    if not cut:
-        return values
-    ranks, rank = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
-    return values.chunk(ranks)[rank]
+    return context_order(lengths, 1, 0).chunk(size)[rank]
 
 
 def pack(
@@ -95,24 +91,21 @@ def pack(
     samples: Sequence[int],
     tokens: Tokens,
     *,
-    alignment: int,
-    size: int,
-    rank: int,
+    lengths: Sequence[int],
+    places: torch.Tensor,
     group: dist.ProcessGroup | None = None,
 ) -> Packed:
     """Pack the samples of `tokens`. Return the part that this rank holds.
 
     Args:
         tokens: chosen tokens of these samples (see `cairn.engines.training.collate`), of all ranks.
-        alignment: every sample is padded to a multiple of it; a multiple of 2 * `size` where there are several ranks.
-        size: number of ranks of the context-parallel group.
-        rank: rank of this process in the group.
-        group: the group itself, where a loss must sum over its ranks.
+        lengths: length of every sample, with the padding at its end.
+        places: [T, 2] int64, sample and position of the tokens that this rank holds, on the CPU.
+        group: the ranks that hold parts of the samples, over which a loss must sum; None where this rank holds all.
     """
     rows = [batch.input_ids[sample] for sample in samples]
-    lengths = [padded_length(len(row), alignment) for row in rows]
     device = tokens.input_ids.device
-    places = context_order(lengths, size, rank).to(device)
+    places = places.to(device)
     width = tokens.input_ids.shape[1]
     padded = torch.nn.functional.pad(tokens.input_ids, (0, max(lengths) - width))
     # Index among this rank's own tokens of the token at (sample, position), or -1.
@@ -122,9 +115,10 @@ def pack(
     order = torch.nonzero(predicted >= 0).squeeze(1)
     return Packed(
         input_ids=padded[places[:, 0], places[:, 1]].unsqueeze(0),
+        position_ids=places[:, 1].unsqueeze(0),
         ends=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device),
         longest=max(lengths),
-        tokens=_chosen(tokens, order, predicted[order], group if size > 1 else None),
+        tokens=_chosen(tokens, order, predicted[order], group),
         order=order,
         real=places[:, 1] < torch.tensor([len(row) for row in rows], device=device)[places[:, 0]],
         routed=_routed(tokens.routed_experts, places, max(lengths) - width),
