@@ -183,7 +183,9 @@ ARCHITECTURES = (
         named=False,
     ),
     Architecture("qwen3_5", "qwen3_5_text", "Qwen3.5, Qwen3.6 and Qwen3.8 dense", {**HEADS, **DELTA}, named=False),
-    Architecture("qwen3_5_moe", "qwen3_5_moe_text", "Qwen3.5 and Qwen3.6 MoE", {**HEADS, **SHARED_SOFTMAX, **DELTA}, named=False),
+    Architecture(
+        "qwen3_5_moe", "qwen3_5_moe_text", "Qwen3.5 and Qwen3.6 MoE", {**HEADS, **SHARED_SOFTMAX, **DELTA}, named=False
+    ),
     Architecture(
         "minimax_m2",
         "minimax_m2",

@@ -42,7 +42,8 @@ FAMILIES: dict[str, Family] = {
 }
 
 _INDEXER = (
-    "an indexer chooses the tokens that its attention sees, and megatron-core's sparse attention takes no packed sequences"
+    "an indexer chooses the tokens that its attention sees, and megatron-core's sparse attention takes no packed "
+    "sequences"
 )
 
 UNMAPPED = {"glm_moe_dsa": _INDEXER, "deepseek_v32": _INDEXER}
