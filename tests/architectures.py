@@ -55,6 +55,9 @@ DEEPSEEK: dict[str, Any] = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "top
 GROUPS: dict[str, Any] = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
 """Experts in groups, of which the best two experts of each decide which groups are chosen from."""
 
+INDEXER: dict[str, Any] = {"index_topk": 16, "index_n_heads": 16, "index_head_dim": 16}
+"""Sparse attention. With fewer heads, keys whose scores are exactly 0 would tie."""
+
 SOFTMAX: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
 YARN: dict[str, Any] = {
@@ -156,7 +159,7 @@ ARCHITECTURES = (
     Architecture(
         "deepseek_v3",
         "deepseek_v3",
-        "DeepSeek V3, V3.1 and R1, Kimi K2",
+        "DeepSeek V3, V3.1 and R1, Kimi K2 to K2.6",
         {**LATENT, **SIGMOID, **DEEPSEEK, **GROUPS, "rope_parameters": YARN},
     ),
     Architecture(
@@ -179,8 +182,10 @@ ARCHITECTURES = (
         {**HEADS, **SHARED_SOFTMAX, **DELTA, "full_attention_interval": 2},  # which SGLang reads
         named=False,
     ),
-    Architecture("qwen3_5", "qwen3_5_text", "Qwen3.5 dense", {**HEADS, **DELTA}, named=False),
-    Architecture("qwen3_5_moe", "qwen3_5_moe_text", "Qwen3.5 MoE", {**HEADS, **SHARED_SOFTMAX, **DELTA}, named=False),
+    Architecture("qwen3_5", "qwen3_5_text", "Qwen3.5, Qwen3.6 and Qwen3.8 dense", {**HEADS, **DELTA}, named=False),
+    Architecture(
+        "qwen3_5_moe", "qwen3_5_moe_text", "Qwen3.5 and Qwen3.6 MoE", {**HEADS, **SHARED_SOFTMAX, **DELTA}, named=False
+    ),
     Architecture(
         "minimax_m2",
         "minimax_m2",
@@ -216,17 +221,22 @@ ARCHITECTURES = (
     Architecture(
         "glm_moe_dsa",
         "glm_moe_dsa",
-        "GLM-5",
+        "GLM-5, GLM-5.1, GLM-5.2",
         {
             **LATENT,
             **SIGMOID,
+            **INDEXER,
             "n_group": 1,
             "topk_group": 1,
-            "index_topk": 16,
-            "index_n_heads": 8,
-            "index_head_dim": 16,
             "indexer_types": ["full", "shared"] * 2,
         },
+        named=False,
+    ),
+    Architecture(
+        "deepseek_v32",
+        "deepseek_v32",
+        "DeepSeek V3.2",
+        {**LATENT, **SIGMOID, **DEEPSEEK, **GROUPS, **INDEXER, "rope_parameters": YARN},
         named=False,
     ),
 )

@@ -17,6 +17,10 @@ ARCHITECTURE_OF = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 Further parts of these models, such as layers that predict several tokens ahead, are not read.
 """
 
+LANGUAGE_MODEL_OF = {"kimi_k25": "language_model."}
+"""Published model types that read images too, and of which only the language model is read, each with the prefix of its
+weights. The library has a class for the language model alone, whose config they have under `text_config`."""
+
 SEES_IMAGES = frozenset({"qwen2_5_vl"})
 """Model types that read images as well as text; see `cairn.engines.models.vision`."""
 

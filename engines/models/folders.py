@@ -30,7 +30,13 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from cairn.configs.catalogue import published_repository
-from cairn.engines.models.configs import ARCHITECTURE_OF, require_no_code, sees_images, ties_embeddings
+from cairn.engines.models.configs import (
+    ARCHITECTURE_OF,
+    LANGUAGE_MODEL_OF,
+    require_no_code,
+    sees_images,
+    ties_embeddings,
+)
 from cairn.engines.models.published import is_exact, is_mtp, published_parts, saved_buffers
 from cairn.engines.models.quantized import Slice, open_tensors, quantization_of
 from cairn.engines.types.errors import BadModel
@@ -54,7 +60,7 @@ INDEX = "model.safetensors.index.json"
 _CLASSIFIER = "ForSequenceClassification"
 
 
-KNOWN_TYPES = frozenset({*CONFIG_MAPPING, *ARCHITECTURE_OF})
+KNOWN_TYPES = frozenset({*CONFIG_MAPPING, *ARCHITECTURE_OF, *LANGUAGE_MODEL_OF})
 """Model types that need no code of a folder."""
 
 
@@ -158,7 +164,7 @@ def _load(
                 "ignore_mismatched_sizes": True,  # reported below, all of them at once
                 "output_loading_info": True,
             }
-            if quantization_of(Path(path)) is None:
+            if quantization_of(Path(path)) is None and not _weights_prefix(Path(path)):
                 loaded: Any = kind.from_pretrained(path, use_safetensors=True, trust_remote_code=False, **options)
             else:
                 loaded = _from_tensors(kind, Path(path), options)
@@ -182,7 +188,7 @@ def _load(
 
 
 def _from_tensors(kind: Any, folder: Path, options: dict[str, Any]) -> Any:
-    """Load a model with quantised weights. Each weight is dequantised when the library reads it."""
+    """Load a model from `open_weights`. Quantised weights are dequantised when the library reads them."""
     loaded = kind._model_mapping[type(options["config"])].from_pretrained(
         None, state_dict=open_weights(folder), **options
     )
@@ -205,10 +211,18 @@ def _restore_exact(model: PreTrainedModel, folder: Path) -> None:
 def open_weights(folder: Path) -> dict[str, Slice]:
     """Return every weight of a folder by its name, as a `Slice` of which parts can be read.
 
+    Of types in `LANGUAGE_MODEL_OF`, those of the language model, by the names that they have in a folder of it alone.
+
     Raises:
         BadModel: the weights are quantised in an unsupported way, or parts of quantised weights are missing.
     """
-    return open_tensors(weight_files(folder), quantization_of(folder))
+    weights, prefix = open_tensors(weight_files(folder), quantization_of(folder)), _weights_prefix(folder)
+    return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+
+
+def _weights_prefix(folder: Path) -> str:
+    """Return the prefix of the names of all weights that are read."""
+    return LANGUAGE_MODEL_OF.get(from_json((folder / "config.json").read_text()).get("model_type", ""), "")
 
 
 def parameter_names(path: str | Path) -> frozenset[str]:
@@ -268,17 +282,21 @@ def _read_config(folder: Path) -> PretrainedConfig:
 def read_config(folder: Path) -> PretrainedConfig:
     """Return the config of a model folder, without its quantization_config.
 
-    Types of `ARCHITECTURE_OF` are read as the type whose architecture they have. Raises BadModel where the config names
-    code, and whatever the library raises.
+    Types of `ARCHITECTURE_OF` are read as the type whose architecture they have, and those of `LANGUAGE_MODEL_OF` as
+    their language model. Raises BadModel where the config names code, and whatever the library raises.
     """
     stored, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
     require_no_code(stored, folder / "config.json", KNOWN_TYPES)
-    known_as = ARCHITECTURE_OF.get(stored.get("model_type", ""))
-    if known_as is None:
+    whole = stored.get("model_type") not in LANGUAGE_MODEL_OF
+    if not whole:
+        stored = stored["text_config"]
+    kind = stored.get("model_type", "")
+    if whole and kind not in ARCHITECTURE_OF:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     else:
         config = AutoConfig.for_model(
-            known_as, **{name: value for name, value in stored.items() if name not in _CLASS_KEYS}
+            ARCHITECTURE_OF.get(kind, kind),
+            **{name: value for name, value in stored.items() if name not in _CLASS_KEYS},
         )
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):

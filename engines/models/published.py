@@ -5,10 +5,12 @@ of a layer. Trainers publish weights in the form of the files, so that every rol
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -54,6 +56,15 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *saved_buffers(model))}
 
 
+class _Views(TorchFunctionMode):
+    """Keeps parts of tensors views of them: within, `contiguous` returns its argument."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
 def published_parts(
     model: PreTrainedModel, named_tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, tuple[Part, ...]]:
@@ -63,7 +74,9 @@ def published_parts(
     """
     outlines = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named_tensors}
     parts: dict[int, list[Part]] = {}
-    for name, weight in revert_weight_conversion(model, dict(outlines)).items():
+    with _Views():
+        reverted = revert_weight_conversion(model, dict(outlines))
+    for name, weight in reverted.items():
         whole = weight if weight._base is None else weight._base
         parts.setdefault(id(whole), []).append(Part(name, int(weight.storage_offset()), weight.shape))
     return {name: tuple(parts.get(id(outline), [Part(name, 0, outline.shape)])) for name, outline in outlines.items()}

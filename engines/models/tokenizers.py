@@ -25,17 +25,18 @@ _CLOCK = "strftime_now"
 def read_tokenizer(folder: str | Path) -> Any:
     """Return the Hugging Face tokenizer of a model folder without running code of the folder.
 
-    The model's config selects the class, also for model types that the library does not know (`ARCHITECTURE_OF`).
+    The model's config selects the class, also for model types that are read as another (`ARCHITECTURE_OF`,
+    `LANGUAGE_MODEL_OF`).
     Raises whatever the library raises.
     """
     from transformers import AutoTokenizer  # takes seconds, and the digest needs none of it
 
-    from cairn.engines.models.configs import ARCHITECTURE_OF
+    from cairn.engines.models.configs import ARCHITECTURE_OF, LANGUAGE_MODEL_OF
     from cairn.engines.models.folders import read_config
 
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     file = Path(folder) / "config.json"
-    if file.is_file() and from_json(file.read_text()).get("model_type") in ARCHITECTURE_OF:
+    if file.is_file() and from_json(file.read_text()).get("model_type") in {*ARCHITECTURE_OF, *LANGUAGE_MODEL_OF}:
         options["config"] = read_config(Path(folder))
     return AutoTokenizer.from_pretrained(folder, **options)
 

@@ -18,7 +18,7 @@ from cairn.engines.plan.ranks import (
 )
 from cairn.engines.plan.rates import CacheNeed, Decoding, cache_need
 from cairn.engines.plan.serving import Serving, default_static_fraction, served_parameters
-from cairn.engines.plan.tensors import Model, Tensor
+from cairn.engines.plan.tensors import Model
 from cairn.engines.rollout.plan import served_model
 from cairn.engines.training.needs import has_critic, untrained_models
 from cairn.flows.plan.subject import CachePlan, Row, Subject, planned_model, scaled

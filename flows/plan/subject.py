@@ -271,10 +271,11 @@ def planned_model(path: str) -> tuple[Model, str]:
             f"model.path is {path}, which has no config.json, and Cairn does not know a published model named "
             f"{folder.name!r}{meant}: use a folder in Hugging Face format, or the name of a published model"
         )
+    model = published_model(relative)
     if folder.name.lower().endswith("-fp8"):
-        stored.setdefault("quantization_config", FP8)
+        vars(model.config).setdefault("quantization_config", FP8)
     other = "" if relative == folder.name else f", whose architecture {folder.name} is taken to have"
-    return published_model(relative), f"the published config of {relative}{other}"
+    return model, f"the published config of {relative}{other}"
 
 
 def subject_of(

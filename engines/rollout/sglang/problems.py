@@ -20,12 +20,14 @@ from cairn.engines.types.errors import BadModel
 
 
 _LATENT = "its attention for CPUs looks for whole keys and values in a cache of latents"
+_SPARSE = "its sparse attention asks for the properties of a CUDA device"
 _GATED = "its model needs sgl_kernel's fused_sigmoid_mul_cpu"
 
 UNSERVED = {
     "deepseek_v3": _LATENT,
     "glm4_moe_lite": _LATENT,
-    "glm_moe_dsa": "its sparse attention asks for the properties of a CUDA device",
+    "glm_moe_dsa": _SPARSE,
+    "deepseek_v32": _SPARSE,
     "qwen2_moe": "its shared experts need a Triton kernel, fused_gate_sigmoid_mul_add",
     "qwen3_next": "its linear attention needs sgl_kernel.mamba",
     "qwen3_5_text": _GATED,

@@ -292,7 +292,7 @@ class Decoder:
         self.cache = KVCache(self._example, self._kinds)
 
 
-_SPARSE = {"deepseek_sparse_attention"}
+_SPARSE = {"indexed_attention"}
 
 
 def _layer_types(config: PretrainedConfig) -> list[str]:

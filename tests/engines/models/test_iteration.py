@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from cairn.engines.models.folders import parameter_names
+from cairn.engines.models.folders import WEIGHTS, parameter_names
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, RequestId, SamplingParams, TrainBatch
 from cairn.engines.weights.checksum import folder_checksum
@@ -149,14 +150,30 @@ def test_a_sample_that_was_aborted_goes_on_as_if_it_had_not_been(of: Architectur
         np.testing.assert_allclose(log_probs, whole[id].log_probs, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("model_type", "name"), [("kimi_k2", "deepseek_v3"), ("mimo", "qwen2")])
+def wrap(folder: Path) -> None:
+    """Make it a folder as Kimi K2.5 and K2.6 have it: the language model below a model that reads images."""
+    config = json.loads((folder / "config.json").read_text())
+    vision = {"vision_tower.patch_embed.proj.weight": torch.ones(4, 3, 2, 2)}
+    weights = load_file(folder / WEIGHTS)
+    (folder / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": config}))
+    save_file({**{f"language_model.{name}": weight for name, weight in weights.items()}, **vision}, folder / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"), [("kimi_k2", "deepseek_v3"), ("kimi_k25", "deepseek_v3"), ("mimo", "qwen2")]
+)
 def test_models_that_the_library_has_no_class_for_are_trained_as_what_they_are(
     model_type: str, name: str, tmp_path: Path
 ) -> None:
     folder = architecture(name).save(tmp_path)
+    alone = folder_checksum(folder, "float32")
     config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": model_type, "architectures": ["OfItsOwn"], "auto_map": {"AutoConfig": "its.Own"}}
+    kind = "kimi_k2" if model_type == "kimi_k25" else model_type
+    config |= {"model_type": kind, "architectures": ["OfItsOwn"], "auto_map": {"AutoConfig": "its.Own"}}
     (folder / "config.json").write_text(json.dumps(config))
+    if model_type == "kimi_k25":
+        wrap(folder)
+    assert folder_checksum(folder, "float32") == alone
     rollout, training = TransformersEngine(str(folder), rollout_config()), make_engine(folder)
     requested = requests()
     batch = batch_of(requested, by_id(rollout.generate(requested)))
@@ -164,3 +181,5 @@ def test_models_that_the_library_has_no_class_for_are_trained_as_what_they_are(
     training.train(batch, num_steps=1, expected_version=0, input_digest="d")
     send(list(training.export_weights(1 << 20)), rollout, 1)
     assert rollout.weights_checksum() == training.weights_checksum()
+    training.export_hf(tmp_path / "trained")
+    assert folder_checksum(tmp_path / "trained", "float32") == training.weights_checksum()

@@ -40,12 +40,12 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
-UNMAPPED = {
-    "glm_moe_dsa": (
-        "an indexer chooses the tokens that its attention sees, and megatron-core's sparse attention takes no packed "
-        "sequences"
-    ),
-}
+_INDEXER = (
+    "an indexer chooses the tokens that its attention sees, and megatron-core's sparse attention takes no packed "
+    "sequences"
+)
+
+UNMAPPED = {"glm_moe_dsa": _INDEXER, "deepseek_v32": _INDEXER}
 """Known model types that are not supported, and why."""
 
 
