@@ -42,9 +42,9 @@ class EvaluationKey(Record):
     """Everything that a result depends on."""
 
     weights: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """`cairn.engines.weights.checksum.weights_checksum` of the weights, in the number format in which they are served.
-    It covers the tensors by their Hugging Face names, tied tensors once. So a run's publication and a folder with the
-    same weights have equal checksums."""
+    """`weights_checksum` (`cairn.engines.weights.fingerprint`) of the weights, in the number format in which they are
+    served. It covers the tensors by their Hugging Face names, tied tensors once. So a run's publication and a folder
+    with the same weights have equal checksums."""
     tokenizer: str = Field(pattern=r"^[0-9a-f]{64}$")
     """Digest of the conversion from text to tokens and back, independent of the file format of the tokenizer."""
     benchmark: str

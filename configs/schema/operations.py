@@ -113,14 +113,6 @@ class FleetConfig(Section):
         return self.colocate if self.offload_rollout is None else self.offload_rollout
 
     @rule
-    def _compared_weights_are_in_memory(self) -> None:
-        if self.check_weight_update_equal and self.offloads_train:
-            raise ValueError(
-                "check_weight_update_equal (true) needs log-probs or a checksum of the training engine after an "
-                "update, but offload_train has then taken its memory: set one of them to false"
-            )
-
-    @rule
     def _the_disk_has_a_folder(self) -> None:
         if (self.update_weight_transport == "disk") != (self.update_weight_disk_dir is not None):
             raise ValueError(

@@ -42,15 +42,21 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
             "fleet.update_weight_transport is disk, but a server of several GPUs that released its cache or serves "
             "prefill or decode cannot report when all of them have read the folder: set it to tensor or distributed"
         )
-    if config.fleet.check_weight_update_equal and rollout.weights_lag and not kind.reports_checksum:
+    if config.fleet.check_weight_update_equal and not kind.reports_checksum(rollout):
+        yield from _comparison_problems(config)
+
+
+def _comparison_problems(config: RunConfig) -> Iterator[str]:
+    """Yield sentences on log-probs that cannot be compared with the trainer's."""
+    if config.rollout.weights_lag:
         yield (
             "fleet.check_weight_update_equal compares log-probs with the trainer's, which already has other weights "
             "with rollout.pipeline=lagged: leave it out"
         )
-    if config.fleet.check_weight_update_equal and kinds - {"regular"}:
+    if config.fleet.offloads_train:
         yield (
-            "fleet.check_weight_update_equal needs each server to generate alone, which prefill and decode servers "
-            "cannot: leave it out, or make rollout.server_groups regular"
+            "fleet.check_weight_update_equal compares log-probs with the trainer's after an update, but offload_train "
+            "has then taken its memory: leave it out"
         )
 
 

@@ -267,8 +267,8 @@ class RolloutHandle(ModelHandle):
 
     @property
     def reports_checksum(self) -> bool:
-        """Whether the engine can report a checksum of the weights that it holds."""
-        return self._kind.reports_checksum
+        """Whether the engine reports a checksum of the weights of an update."""
+        return self._kind.reports_checksum(self._config)
 
     def release_memory(self) -> None:
         """Release the engine's memory; see cairn.engines.rollout.base."""

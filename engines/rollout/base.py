@@ -74,9 +74,13 @@ class RolloutEngine(Protocol):
             EngineError: a parameter was not sent (tied ones count once); the engine keeps refusing to generate.
         """
 
-    def weights_checksum(self) -> str:
-        """Return `cairn.engines.weights.checksum.weights_checksum` of the weights, under the names of weight files.
-        Tied weights count once."""
+    def weights_checksum(self) -> str | None:
+        """Return `cairn.engines.weights.fingerprint.weights_checksum` of the weights that the last update brought,
+        under the names of weight files. Tied weights count once. None where the engine cannot know it.
+
+        Raises:
+            WeightsDiffer: ranks of the engine received different weights.
+        """
 
     def check_batch_invariance(self) -> bool:
         """Return whether samples are bit for bit the same alone and in several batches, as tested on this very

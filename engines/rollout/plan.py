@@ -74,8 +74,9 @@ class EngineKind:
     options, RolloutConfig, the address to listen on, the log file, and seconds until the router must serve."""
     spans_gpus: bool = False
     """Whether one engine may compute on several GPUs."""
-    reports_checksum: bool = False
-    """Whether an engine can report a checksum of the weights that it holds."""
+    reports_checksum: Callable[[RolloutConfig], bool] = lambda config: False
+    """Function that returns whether engines report a checksum of the weights of an update. Where an engine returns none
+    nevertheless, nothing is compared."""
     holds_as_stored: bool = False
     """Whether an engine holds weights in the format of the model folder, quantised or not, rather than dequantised."""
     takes_broadcasts: bool = False

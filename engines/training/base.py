@@ -89,7 +89,7 @@ class TrainingEngine(Protocol):
         """
 
     def weights_checksum(self, dtype: Literal["float32", "bfloat16"] = "float32") -> str:
-        """Return `weights_checksum` (see cairn.engines.weights.checksum) of the exported weights, as an engine holds
+        """Return `weights_checksum` (see cairn.engines.weights.fingerprint) of the exported weights, as an engine holds
         them that stores the received weights in `dtype`."""
 
     def export_hf(self, folder: Path) -> None:

@@ -25,7 +25,7 @@ from cairn.engines.training.optimizer import learning_rate, weight_decay
 from cairn.engines.training.protocol import over_steps
 from cairn.engines.types.errors import EngineError, NotFinite, WrongVersion
 from cairn.engines.types.types import ModelRole, Position, TrainBatch, TrainResult
-from cairn.engines.weights.checksum import fingerprint
+from cairn.engines.weights.fingerprint import fingerprint
 from cairn.storage.records import Environment
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged

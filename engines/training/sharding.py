@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from cairn.engines.training.process import join_process_group
 from cairn.engines.types.errors import EngineError
-from cairn.engines.weights.checksum import digest, fingerprint
+from cairn.engines.weights.fingerprint import digest, fingerprint
 
 
 def shard_model(

@@ -348,7 +348,8 @@ class Publication:
 
     version: int
     digest: str
-    """`cairn.engines.weights.checksum.weights_checksum` of the weights, in the number format of the rollout engines."""
+    """`weights_checksum` (`cairn.engines.weights.fingerprint`) of the weights, in the number format of the rollout
+    engines."""
 
 
 @dataclass(frozen=True)

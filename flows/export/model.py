@@ -26,7 +26,8 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.models.files import TOKENIZER_FILES, folder_digest, matching_files
 from cairn.engines.models.folders import weight_files
 from cairn.engines.types.errors import BadModel
-from cairn.engines.weights.checksum import checksums_as, tensors_of, trained_tensors_of, weights_checksum
+from cairn.engines.weights.checksum import checksums_as, tensors_of, trained_tensors_of
+from cairn.engines.weights.fingerprint import weights_checksum
 from cairn.flows.driver.trust import require_model_trusted
 from cairn.flows.events import Event
 from cairn.flows.history.replay import read_only_context
@@ -78,7 +79,7 @@ class Exported(Record):
     dtype: str
     parameters: int
     tensors: str
-    """`cairn.engines.weights.checksum.weights_checksum` of the tensors in the weight files, without layers that are
+    """`cairn.engines.weights.fingerprint.weights_checksum` of the tensors in the weight files, without layers that are
     never trained: see `cairn.engines.models.published`."""
     published: str | None
     """Digest of these weights that the iteration's sync step committed, checked against the written files; None without

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.weights.checksum import fingerprint, weights_checksum
+from cairn.engines.weights.fingerprint import fingerprint, weights_checksum
 from cairn.storage.opening import open_store
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
 

@@ -44,13 +44,13 @@ PROMPTS = [[(31 * row + 7 * column) % 97 for column in range(12)] for row in ran
 NEW_TOKENS = 12
 
 
-def verify_checksum(call: Call[str], publication: Publication) -> None:
+def verify_checksum(call: Call[str | None], publication: Publication) -> None:
     """Compare the checksum that a call returns with that of the publication. Raises WeightsDiffer."""
     checksum = call.result()
-    if checksum != publication.digest:
+    if checksum not in (None, publication.digest):
         raise WeightsDiffer(
-            f"{call.engine.name} holds weights with checksum {checksum}, and weight version {publication.version} "
-            f"was published with {publication.digest}: it must be published again"
+            f"{call.engine.name} received weights with checksum {checksum}, and weight version "
+            f"{publication.version} was published with {publication.digest}: it must be published again"
         )
 
 

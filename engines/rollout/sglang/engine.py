@@ -22,7 +22,7 @@ from cairn.engines.rollout.sglang.launch import FurtherRank, launch
 from cairn.engines.rollout.sglang.launch_plan import ServerPlan
 from cairn.engines.rollout.sglang.server import LOADS, Control, Watch
 from cairn.engines.rollout.sglang.weights import ServerWeights
-from cairn.engines.types.errors import EngineDied, EngineError, RequestRefused
+from cairn.engines.types.errors import EngineDied, RequestRefused
 from cairn.engines.types.types import Completion, GenerateRequest, Stream
 from cairn.engines.weights.fp8 import Fp8Weights
 from cairn.storage.records import Environment
@@ -127,8 +127,11 @@ class SGLangEngine(ServerWeights):
         fp8 = Fp8Weights.of(model_path)
         names = parameter_names(model_path) | (fp8.scales if fp8 else frozenset())
         control = Control(self.server.url, call_timeout)
-        has_weights = plan.external_url is None and config.model_path is None
-        super().__init__(control, names, config.timeout, has_weights=has_weights)
+        own = plan.external_url is None
+        checked = config.dtype if own and fp8 is None else None
+        super().__init__(
+            control, names, config.timeout, checked=checked, has_weights=own and config.model_path is None
+        )
         self._occupancy = Occupancy()
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[Generation] = weakref.WeakSet()
@@ -201,9 +204,6 @@ class SGLangEngine(ServerWeights):
     def release_memory(self) -> None:
         with self._occupancy.alone("release its memory"):
             super().release_memory()
-
-    def weights_checksum(self) -> str:
-        raise EngineError("SGLang's servers give no checksum of their weights; compare log-probs instead.")
 
     def check_batch_invariance(self) -> bool:
         """Return whether SGLang's deterministic inference is on. Only that makes a sample independent of its batch."""

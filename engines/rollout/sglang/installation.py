@@ -1,7 +1,8 @@
 """The installation of SGLang: its interpreter, the options of its servers, and how they are launched.
 
 SGLang has an environment of its own: its metadata requires CUDA packages, and its pins do not suit everybody. On a
-machine without a GPU the server's process gets `cpu/` on its path, which replaces what needs CUDA.
+machine without a GPU the server's process gets `cpu/` on its path, which replaces what needs CUDA. Every server's
+process gets `plugin/` there, which SGLang loads by its entry point.
 """
 
 import ast
@@ -28,6 +29,9 @@ INTERPRETER = "CAIRN_SGLANG_PYTHON"
 """Environment variable with the path of the interpreter that has SGLang."""
 
 STAND_INS = Path(__file__).with_name("cpu")
+
+PLUGIN = Path(__file__).with_name("plugin")
+"""Folder with Cairn's plug-in of SGLang, for every server."""
 
 SET_HERE = frozenset(
     {
@@ -227,14 +231,17 @@ class Installation:
         """
         inherited = {name: value for name, value in os.environ.items() if _is_inherited(name)}
         environment = library_environment("sglang", inherited, variables)
-        environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(num_threads)}
+        environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(num_threads), "PYTHONPATH": str(PLUGIN)}
+        if plugins := environment.get("SGLANG_PLUGINS"):  # else SGLang loads no others
+            environment["SGLANG_PLUGINS"] = f"{plugins},cairn"
         if on_cpu:
             if self.version != TESTED_VERSION:
                 raise SGLangMissing(
                     f"without a GPU SGLang {TESTED_VERSION} is needed and {self.python} has {self.version}: run "
                     "`make sglang-env`"
                 )
-            environment |= {"PYTHONPATH": str(STAND_INS), "SGLANG_USE_CPU_ENGINE": "1"}
+            path = os.pathsep.join(map(str, (STAND_INS, PLUGIN)))
+            environment |= {"PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1"}
             # Routers of experts are compiled for a GPU. On a CPU compilation takes longer than a server may be silent
             # for.
             environment["TORCHDYNAMO_DISABLE"] = "1"

@@ -89,6 +89,7 @@ KIND = EngineKind(
     layout_problems=plan_problems,
     router="cairn.engines.rollout.sglang.router:make",
     spans_gpus=True,
+    reports_checksum=lambda config: not config.external_urls,
     holds_as_stored=True,
     takes_broadcasts=True,
     maps_gpu_memory=True,

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from cairn.engines.models.folders import open_weights
+from cairn.engines.models.published import is_exact
 from cairn.engines.rollout.sglang.server import LOADS, POLICY, Control
-from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout
+from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, WeightsDiffer
 from cairn.engines.weights.buckets import share
 from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
 
@@ -29,14 +31,21 @@ class ServerWeights:
         control: calls to the server.
         names: names of all tensors that an update must send; tied ones count once.
         load_timeout: seconds that loading a model folder may take.
+        checked: the number format in which the server's ranks record what they receive, by `plugin/`; None where they
+            do not.
         has_weights: whether the server was started with the run's initial weights. The weights of other servers are
             unknown until an update has ended, whatever version they report.
     """
 
-    def __init__(self, control: Control, names: frozenset[str], load_timeout: float, *, has_weights: bool) -> None:
+    def __init__(
+        self, control: Control, names: frozenset[str], load_timeout: float, *, checked: str | None, has_weights: bool
+    ) -> None:
         self._control = control
         self._names = names
         self._load_timeout = load_timeout
+        self._checked = checked
+        self._left_out: list[str] = []
+        """Weights that came with this update and that its checksum does not cover."""
         self._missing: set[str] = set()
         self._updating: int | None = None
         self._serves = has_weights
@@ -79,7 +88,10 @@ class ServerWeights:
         self._control.call("/pause_generation", {"mode": "abort"})
         self._wait_until_idle()
         self._call_unless_refused("/end_weight_update", {})  # of an update that broke off
-        self._session = False
+        self._session, self._left_out = False, []
+        if self._checked:
+            exact = sorted(filter(is_exact, self._names))
+            self._check_weights(f"record {self._checked}", exact)
 
     def update_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
         with self._replacing(named_tensors):
@@ -97,6 +109,7 @@ class ServerWeights:
         body = {"model_path": str(folder), "flush_cache": False}
         self._control.call("/update_weights_from_disk", body, timeout=self._load_timeout)
         self._missing, self._from_folder = set(), True
+        self._left_out = sorted(open_weights(folder).keys() - self._names)
 
     def receive_weights(self, layout: Layout) -> None:
         names = [name for name, _, _ in layout]
@@ -126,6 +139,20 @@ class ServerWeights:
         if self._from_folder and not self._released:
             self._await_all_ranks()
         self._whole, self._updating, self._serves = True, None, True
+
+    def weights_checksum(self) -> str | None:
+        """Return the checksum of the weights that every rank received since the update began, before the server cut and
+        merged them; None where the ranks record nothing: see `plugin/`. Raises WeightsDiffer where ranks differ."""
+        if not self._checked:
+            return None
+        ranks = self._check_weights("recorded", self._left_out)["ranks"]
+        found = {int(one["parallelism_info"][0]["tp_rank"]): str(one["checksums"]["recorded"]) for one in ranks}
+        if len(found) != self._tp_size:
+            raise EngineError(f"{self._control.url} reported the weights of {len(found)} of {self._tp_size} ranks")
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"{rank}: {checksum[:12]}" for rank, checksum in sorted(found.items()))
+            raise WeightsDiffer(f"the ranks of {self._control.url} received different weights, by checksum {listed}")
+        return found[0]
 
     def receiver(self) -> Receiver:
         return Receiver(ranks=self._tp_size, on_gpu=self._info["device"] != "cpu", group=self._group)
@@ -176,6 +203,10 @@ class ServerWeights:
         if is_whole and self._tp_size > 1:
             body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
             self._control.call("/generate", body, timeout=self._load_timeout)
+
+    def _check_weights(self, action: str, names: Sequence[str]) -> dict[str, Any]:
+        body = {"action": action, "skip_tensor_list": names, **POLICY}
+        return self._control.call("/weights_checker", body)
 
     @cached_property
     def _info(self) -> dict[str, Any]:

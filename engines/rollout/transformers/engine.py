@@ -21,7 +21,7 @@ from cairn.engines.rollout.transformers.decoder import Decoder
 from cairn.engines.rollout.transformers.loop import DecodeLoop
 from cairn.engines.types.errors import BadModel, EngineError
 from cairn.engines.types.types import Completion, GenerateRequest, Stream
-from cairn.engines.weights.checksum import weights_checksum
+from cairn.engines.weights.fingerprint import weights_checksum
 from cairn.engines.weights.layout import MemoryTag
 from cairn.storage.records import Environment
 

@@ -33,7 +33,7 @@ from cairn.engines.training.sharding import raising_together
 from cairn.engines.training.top_k import row_shape
 from cairn.engines.training.vocabulary import Part, Softmax, read_log_probs
 from cairn.engines.weights.buckets import Bucket
-from cairn.engines.weights.checksum import digest
+from cairn.engines.weights.fingerprint import digest
 from cairn.storage.store.store import Store, StoredFile
 
 

@@ -15,10 +15,10 @@ from cairn.engines.training.megatron.model import replicas
 from cairn.engines.training.megatron.weights import Block, Ownership, Parameter
 from cairn.engines.training.optimizer import MOMENTS
 from cairn.engines.weights.buckets import Bucket
-from cairn.engines.weights.checksum import digest, fingerprint
+from cairn.engines.weights.fingerprint import digest, fingerprint
 
 # Fingerprints of a training state that Megatron has cut into pieces, equal on every layout of ranks: the fingerprints
-# of the parts of Hugging Face tensors that each rank holds sum up to `cairn.engines.weights.checksum.fingerprint` of
+# of the parts of Hugging Face tensors that each rank holds sum up to `cairn.engines.weights.fingerprint.fingerprint` of
 # the whole.
 
 

@@ -418,7 +418,7 @@ def test_an_engine_that_holds_other_weights_than_were_published_serves_nothing(
     _, stored = fleet.weights._find(older)
     publication, _ = fleet.weights._find(version)
     fleet.weights._stored[version] = (publication, stored)
-    with pytest.raises(WeightsDiffer, match=f"rollout:0 holds weights .* version {version} was published with"):
+    with pytest.raises(WeightsDiffer, match=f"rollout:0 received weights .* version {version} was published with"):
         fleet.weights.serve(fleet.rollout[0], version)
     assert versions(fleet)[0] is None
     assert version not in fleet.weights.published()

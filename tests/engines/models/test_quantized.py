@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from cairn.engines.models.folders import check_model_folder, open_weights, parameter_names
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.types.errors import BadModel
-from cairn.engines.weights.checksum import folder_checksum, weights_checksum
+from cairn.engines.weights.checksum import folder_checksum
+from cairn.engines.weights.fingerprint import weights_checksum
 from tests.engines.rollout.models import rollout_config
 from tests.engines.training.builders import make_engine
 from tests.quantized_models import Tensors, fp8_folder, int4_folder, mxfp4_folder, set_config, write

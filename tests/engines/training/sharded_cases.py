@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.torch.engine import TorchEngine
-from cairn.engines.weights.checksum import weights_checksum
+from cairn.engines.weights.fingerprint import weights_checksum
 from cairn.storage.opening import open_store
 from cairn.storage.store.errors import StoreRefused
 from cairn.storage.store.store import Store

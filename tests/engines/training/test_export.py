@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from cairn.engines.models.folders import load_causal_lm
 from cairn.engines.training.torch.engine import TorchEngine
-from cairn.engines.weights.checksum import weights_checksum
+from cairn.engines.weights.fingerprint import weights_checksum
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
 
 BATCH = make_batch(4)

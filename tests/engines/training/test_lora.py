@@ -20,7 +20,7 @@ from cairn.engines.training.checkpoint import read_description
 from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.training.torch.lora import lora_problems
 from cairn.engines.types.errors import EngineError
-from cairn.engines.weights.checksum import weights_checksum
+from cairn.engines.weights.fingerprint import weights_checksum
 from cairn.storage.opening import open_store
 from cairn.storage.store.store import Store
 from tests.engines.rollout.models import rollout_config

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cairn.engines.models.folders import load_causal_lm
-from cairn.engines.weights.checksum import weights_checksum
+from cairn.engines.weights.fingerprint import weights_checksum
 from cairn.storage.opening import open_store
 from tests.engines.training.algorithms import ALGORITHMS
 from tests.engines.training.builders import make_engine, model_folder

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cairn.engines.weights.checksum import fingerprint, weights_checksum
+from cairn.engines.weights.fingerprint import fingerprint, weights_checksum
 
 BLOCK = 1 << 16
 
@@ -64,7 +64,7 @@ def test_the_parts_of_a_tensor_add_up_to_the_whole(cuts: list[int]) -> None:
 def test_large_kernels_give_the_same_as_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = values(5 * BLOCK + 99)
     expected = fingerprint(whole)
-    monkeypatch.setattr("cairn.engines.weights.checksum._BLOCKS_AT_A_TIME", {"cpu": 3})
+    monkeypatch.setattr("cairn.engines.weights.fingerprint._BLOCKS_AT_A_TIME", {"cpu": 3})
     assert torch.equal(fingerprint(whole), expected)
 
 

@@ -19,7 +19,7 @@ from cairn.engines.models.folders import load_causal_lm
 from cairn.engines.models.tokenizers import read_tokenizer, tokenizer_digest
 from cairn.engines.training.torch.export import save_model_folder
 from cairn.engines.types.errors import BadModel
-from cairn.engines.weights.checksum import weights_checksum
+from cairn.engines.weights.fingerprint import weights_checksum
 from cairn.flows.cli import app
 from cairn.flows.export.model import CannotExport, copy_tokenizer, export
 from cairn.flows.iteration import iteration

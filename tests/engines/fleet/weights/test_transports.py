@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+import torch
 
 from cairn.configs.schema.operations import FleetConfig
 from cairn.engines.fleet.cluster import Cluster
@@ -24,8 +25,9 @@ from cairn.engines.fleet.weights.transports import transport_of
 from cairn.engines.rollout.base import RolloutEngine
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.training.base import TrainingEngine
-from cairn.engines.types.errors import EngineDied, EngineError
+from cairn.engines.types.errors import EngineDied, EngineError, WeightsDiffer
 from cairn.engines.types.types import SamplingParams
+from cairn.engines.weights.buckets import Bucket
 from cairn.flows.pipeline import Pipeline
 from cairn.storage.ledger.commits import Step
 from cairn.tasks.halves import publish_for_open_halves
@@ -141,6 +143,40 @@ def test_a_server_maps_what_the_trainer_shares_with_it(
     monkeypatch.setattr(engine, "ranks", range(1))
     version = train_once(fleet)
     send(fleet, version, by("tensor", tmp_path, update_weight_buffer_size=100_000))
+    assert versions(fleet) == [version]
+    verify(fleet)
+
+
+def with_an_altered_byte(stored: Any) -> Any:
+    """What a transport stored, a model folder or buckets, with one byte of a weight altered."""
+    if isinstance(stored, Path):
+        (file,) = stored.glob("*.safetensors")
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 1
+        file.write_bytes(content)
+        return stored
+    first = {name: tensor.clone() for name, tensor in ray.get(stored[0]).items()}
+    next(iter(first.values())).view(-1).view(torch.uint8)[5] ^= 1
+    return [ray.put(Bucket(first)), *stored[1:]]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_altered_byte_is_found_where_it_arrives_and_the_version_can_be_sent_again(
+    fleet: Fleet, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync(fleet)
+    options = by(transport, tmp_path, update_weight_buffer_size=100_000)
+    sender = transport_of(options, fleet.training, load_timeout=60, maps_gpu_memory=False, lag=1)
+    monkeypatch.setattr(fleet.weights, "_transport", sender)
+    version, (engine,) = train_once(fleet), fleet.rollout
+    publication = fleet.weights.publish(version, keep=2)
+    stored = fleet.weights._stored[version][1]
+    fleet.weights._stored[version] = publication, with_an_altered_byte(stored)
+    with pytest.raises(WeightsDiffer, match=f"rollout:0 received .* version {version} was published with"):
+        fleet.weights.serve(engine, version)
+    assert serves_nothing(fleet)
+    assert fleet.weights.publish(version, keep=2) == publication
+    fleet.weights.serve(engine, version)
     assert versions(fleet) == [version]
     verify(fleet)
 

@@ -12,6 +12,7 @@ import pytest
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.rollout.plan import Place
 from cairn.engines.rollout.sglang.installation import (
+    PLUGIN,
     STAND_INS,
     TESTED_VERSION,
     Installation,
@@ -172,7 +173,7 @@ def test_a_server_inherits_nothing_that_changes_what_it_computes(monkeypatch: py
         monkeypatch.setenv(name, value)
     environment = Installation.find().environment(on_cpu=False, num_threads=1, variables={})
     assert {name: environment[name] for name in retained} == retained
-    assert dropped.keys() & environment.keys() == set()
+    assert dropped.items() & environment.items() == set()
 
 
 @pytest.mark.parametrize("place", ["config", "text_config"])
@@ -189,10 +190,12 @@ def test_stand_ins_are_set_for_that_process_alone_and_another_version_of_sglang_
     installation = Installation.find()
     before = dict(os.environ)
     environment = installation.environment(on_cpu=True, num_threads=1, variables={})
-    assert environment["PYTHONPATH"] == str(STAND_INS)
+    assert environment["PYTHONPATH"] == f"{STAND_INS}:{PLUGIN}"
     assert environment["SGLANG_USE_CPU_ENGINE"] == environment["TORCHDYNAMO_DISABLE"] == "1"
     assert dict(os.environ) == before
-    assert "PYTHONPATH" not in installation.environment(on_cpu=False, num_threads=1, variables={})
+    variables = {"SGLANG_PLUGINS": "theirs"}
+    on_gpu = installation.environment(on_cpu=False, num_threads=1, variables=variables)
+    assert (on_gpu["PYTHONPATH"], on_gpu["SGLANG_PLUGINS"]) == (str(PLUGIN), "theirs,cairn")
 
     another = Installation(installation.python)
     another.__dict__["version"] = "0.5.20"

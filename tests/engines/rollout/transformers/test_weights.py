@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.types.errors import EngineError
-from cairn.engines.weights.checksum import weights_checksum
+from cairn.engines.weights.fingerprint import weights_checksum
 from tests.engines.rollout.models import collect, configs, random_requests, request, rollout_config, same, save_model
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.weights.checksum import weights_checksum
+from cairn.engines.weights.fingerprint import weights_checksum
 from tests.engines.training.builders import EXPERTS, cut_vocabulary, make_batch, routed
 from tests.engines.training.ranks import fork_ranks
 from tests.tiers import Tier

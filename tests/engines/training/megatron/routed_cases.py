@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.weights.checksum import weights_checksum
+from cairn.engines.weights.fingerprint import weights_checksum
 from cairn.storage.opening import open_store
 from tests.architectures import VOCABULARY
 from tests.engines.training.megatron.cases import BATCH, EP_ONE, EXPERTS_ALONE, PPO, SP, TRAINING, ZERO

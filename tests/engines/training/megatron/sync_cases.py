@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import GroupName, PrefixStore, _new_proc
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.weights.buckets import Bucket
-from cairn.engines.weights.checksum import weights_checksum
+from cairn.engines.weights.fingerprint import weights_checksum
 from tests.engines.training.megatron.cases import ALGORITHM, TRAINING
 from tests.engines.training.ranks import fork_ranks
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from cairn.engines.weights.checksum import weights_checksum
+from cairn.engines.weights.fingerprint import weights_checksum
 from tests.engines.training.builders import make_engine, model_folder
 from tests.engines.training.megatron.cases import BATCH, LAYERS
 from tests.engines.training.megatron.checkpoint_cases import FREEZING, LAYOUTS, STAGING, SUCCESSIONS, launched

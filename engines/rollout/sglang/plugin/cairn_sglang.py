@@ -1,0 +1,95 @@
+"""Plug-in of SGLang, loaded in each process of a server: checksums of the weights that a rank receives.
+
+SGLang finds it by the entry point in the folder beside this file. It adds two actions to `/weights_checker`. SGLang
+itself calls every rank and gathers their replies.
+
+| action | `skip_tensor_list` | what a rank does |
+| --- | --- | --- |
+| `record DTYPE` | names of tensors that are not rounded | begins a record of what its model loads, rounded to DTYPE |
+| `recorded` | names to leave out | returns the record's checksum, under the name `recorded` |
+
+A record has every tensor that the model is given to load, however it travelled. Its checksum is `weights_checksum` of
+`cairn.engines.weights.fingerprint`, computed on the model's device.
+"""
+
+import importlib.util
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RECORD, RECORDED = "record ", "recorded"
+
+_spec = importlib.util.spec_from_file_location(
+    "cairn_fingerprint", Path(__file__).parents[3] / "weights" / "fingerprint.py"
+)
+assert _spec is not None
+assert _spec.loader is not None
+fingerprint = importlib.util.module_from_spec(_spec)  # Cairn itself is not installed where SGLang is
+_spec.loader.exec_module(fingerprint)
+
+
+class Record:
+    """Fingerprints of the tensors that a model is given to load.
+
+    Args:
+        dtype: number format that they are rounded to.
+        exact: names of those that are not.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype, exact: Collection[str]) -> None:
+        self._model, self._load = model, type(model).load_weights
+        self._device = next(model.parameters()).device
+        self._dtype, self._exact = dtype, frozenset(exact)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._sums: dict[str, list[int]] = {}
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """Have the model load tensors, and record those that it takes."""
+        sums: dict[str, torch.Tensor] = {}
+        loaded = self._load(self._model, self._recorded(named_tensors, sums))
+        if sums:
+            self._sums |= zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
+        return loaded
+
+    def _recorded(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], sums: dict[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in named_tensors:
+            dtype = None if name in self._exact else self._dtype
+            self._shapes[name] = tuple(tensor.shape)
+            sums[name] = fingerprint.float_fingerprint(tensor, dtype=dtype, device=self._device)
+            yield name, tensor
+
+    def checksum(self, left_out: Collection[str]) -> str:
+        """Return the checksum of all recorded tensors but some."""
+        names = [name for name in self._sums if name not in left_out]
+        sums = torch.tensor([self._sums[name] for name in names], dtype=torch.int64).reshape(-1, 2)
+        return str(fingerprint.digest([(name, self._shapes[name], "float32") for name in names], sums))
+
+
+def _handle(original: Callable[..., Any], checker: Any, **request: Any) -> Any:
+    """Handle one request of `/weights_checker` on this rank."""
+    from sglang.srt.utils.weight_checker import ChecksumInfo
+
+    action, names = request["action"], request.get("skip_tensor_list") or ()
+    if action.startswith(RECORD):
+        model = checker._get_model()
+        model.load_weights = Record(model, getattr(torch, action.removeprefix(RECORD)), names).load_weights
+        return None
+    if action != RECORDED:
+        return original(checker, **request)
+    record = checker._get_model().load_weights.__self__
+    if not isinstance(record, Record):
+        raise RuntimeError("no record was begun")
+    checksum = record.checksum(frozenset(names))
+    place = checker._parallelism_info(role=request["role"])
+    return ChecksumInfo(checksums={RECORDED: checksum}, per_gpu_checksum=checksum, parallelism_info=place).model_dump()
+
+
+def install() -> None:
+    """Register the two actions."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _handle, HookType.AROUND)

@@ -1,0 +1,110 @@
+"""Fingerprints of tensors: fast where the weights are, exact, and equal however a tensor is split over ranks.
+
+The fingerprint of a tensor is two sums modulo 2^64 of its elements' raw bits, each element times an odd pseudo-random
+factor of its position in the flattened tensor. Integer sums do not depend on their order, so the fingerprints of the
+parts of a tensor add up to that of the whole. A single altered element always changes both sums, since an odd factor
+has an inverse. Other alterations are missed with a probability of about 2^-64 or less. This guards against accidents,
+not against an adversary.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+_BLOCK = 1 << 16
+_AT_A_TIME = 1 << 22
+_BLOCKS_AT_A_TIME = {"cpu": 1}  # a block stays in a CPU's cache; a GPU wants large kernels
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """Return [2] int64 on the tensor's device: the tensor's fingerprint, or its part in the fingerprint of a larger
+    tensor of which it is a contiguous piece.
+
+    Args:
+        tensor: tensor of any shape and any dtype of 1 to 8 bytes.
+        offset: number of elements before it in the flattened whole.
+    """
+    bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    columns = _column_factors(bits.device)
+    blocks_at_a_time = _BLOCKS_AT_A_TIME.get(bits.device.type, 256)
+    total = torch.zeros(2, dtype=torch.int64, device=bits.device)
+    done = 0
+    while (left := bits.numel() - done) > 0:
+        block, column = divmod(offset + done, _BLOCK)
+        if column or left < _BLOCK:
+            rows, width = 1, min(_BLOCK - column, left)
+        else:
+            rows, width = min(left // _BLOCK, blocks_at_a_time), _BLOCK
+        piece = bits[done : done + rows * width].view(rows, 1, width).to(torch.int64)
+        sums = (piece * columns[:, column : column + width]).sum(-1)
+        total += (sums * _block_factors(block, rows, bits.device)).sum(0)
+        done += rows * width
+    return total
+
+
+def digest(tensors: Sequence[tuple[str, Sequence[int], str]], fingerprints: torch.Tensor, *extra: str) -> str:
+    """Return SHA-256 over the tensors' (name, shape, dtype) and their fingerprints [n, 2] int64, in the order of their
+    names."""
+    sums = fingerprints.cpu().tolist()
+    lines = sorted(
+        f"{name} {tuple(shape)} {dtype} {first} {second}"
+        for (name, shape, dtype), (first, second) in zip(tensors, sums, strict=True)
+    )
+    return hashlib.sha256("\n".join([*extra, *lines]).encode()).hexdigest()
+
+
+def weights_checksum(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Return the checksum of a model's weights: equal for equal names, shapes and values, whatever their order and
+    device.
+
+    Values count as float32, which holds every bfloat16 and float16 exactly. So weights that were sent as bfloat16 and
+    are held as float32 have the checksum of what was sent.
+    """
+    entries, fingerprints = [], []
+    for name, tensor in named_tensors:
+        entries.append((name, tensor.shape, "float32"))
+        fingerprints.append(float_fingerprint(tensor).cpu())
+    return digest(entries, torch.stack(fingerprints))
+
+
+def float_fingerprint(
+    tensor: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> torch.Tensor:
+    """Return `fingerprint` of a tensor as float32, computed on a device, by default the tensor's. Little of the tensor
+    is there as float32 at a time.
+
+    Args:
+        dtype: number format that the elements are rounded to first; by default they stay as they are.
+    """
+    parts = tensor.detach().contiguous().view(-1).split(_AT_A_TIME)
+    on, rounded = device or tensor.device, dtype or tensor.dtype
+    sums = [fingerprint(part.to(on).to(rounded).float(), i * _AT_A_TIME) for i, part in enumerate(parts)]
+    return torch.stack(sums).sum(0)
+
+
+@lru_cache
+def _column_factors(device: torch.device) -> torch.Tensor:
+    """Return [2, block] int64: the factor of each position within a block."""
+    return torch.stack([_odd_factors(0, _BLOCK, salt) for salt in (1, 2)]).to(device)
+
+
+@lru_cache(maxsize=4096)
+def _block_factors(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Return [count, 2] int64: the factor of each block."""
+    return torch.stack([_odd_factors(first, count, salt) for salt in (3, 4)], dim=-1).to(device)
+
+
+def _odd_factors(first: int, count: int, salt: int) -> torch.Tensor:
+    """Return [count] int64: the outputs `first`, … of the generator SplitMix64 (Steele et al., OOPSLA 2014) for a seed,
+    made odd."""
+    with np.errstate(over="ignore"):
+        state = np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = state + np.uint64(salt << 56)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(z.view(np.int64))
