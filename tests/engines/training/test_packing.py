@@ -18,6 +18,7 @@ from tests.architectures import ARCHITECTURES, VOCABULARY, Architecture, archite
 from tests.engines.training.builders import make_batch, make_engine, weights_of
 from tests.engines.training.context_cases import CASES, LAYOUTS, interrupted, launched, resumed, run_cases, save_models
 from tests.engines.training.ranks import run_ranks
+from tests.tiers import Tier, marks
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for a launch
 
@@ -95,7 +96,9 @@ def one(work: Path) -> dict[str, Any]:
     return report
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=marks(Tier.ALL) if "CP 4" in name else ()) for name in LAYOUTS]
+)
 def shared(request: pytest.FixtureRequest, work: Path) -> dict[str, Any]:
     run_ranks(launched, work, request.param, world_size=LAYOUTS[request.param][0])
     report: dict[str, Any] = json.loads((work / f"{request.param}.json").read_text())
