@@ -1,12 +1,13 @@
-"""Time of one training step on samples of skewed lengths: in one padded micro-batch and in sorted ones, and the share
-of the state digest.
+"""Time and memory of one training step on samples of skewed lengths: in one micro-batch and in smaller ones, on padded
+and on packed rows, and the share of the state digest.
 
     python -m bench.training [--hidden 64 512] [--max-tokens 2048 4096 8192] [--rounds 5] [--smoke] [--json FILE]
 
 One optimizer step of GRPO on 256 samples with prompts of 18 to 27 tokens and responses of 4 to 128 (exponential, mean
 28), through the torch engine in float32, on tiny Qwen3 models (2 layers; hidden 64 has 123k parameters) and one CPU
 thread. The variants alternate in one process; the first turn of each is not counted. Times are CPU seconds, the median
-of the rounds. On an idle machine CPU time equals wall-clock time; on a shared one it is more stable.
+of the rounds. On an idle machine CPU time equals wall-clock time; on a shared one it is more stable. Memory is what a
+further step allocates at most, beside weights and optimizer state.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench.command import parse, say
@@ -32,6 +34,7 @@ from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.training.sharding import state_digest
 from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.types.types import TrainBatch
+from tests.flows.plan.measured import highest
 
 VOCAB_SIZE = 384
 SAMPLES = 256
@@ -45,11 +48,15 @@ class Result:
     parameters: int
     max_tokens_per_gpu: int | None
     """Token limit of a micro-batch; None: one micro-batch for all samples."""
+    packed: bool
+    """Whether samples share a row, in place of a padded row each."""
     seconds: float
     tokens_per_second: float
     """Tokens of prompts and responses per second, without padding."""
     speedup: float
-    """Speedup over one micro-batch, median over the rounds."""
+    """Speedup over one padded micro-batch, median over the rounds."""
+    peak_bytes: int
+    """Most memory that a step allocates."""
     digest_share: float
     """Share of the digest in the step's time."""
 
@@ -99,15 +106,16 @@ def cpu_seconds(call: Callable[[], object]) -> float:
 def measure(folder: str, parameters: int, budgets: list[int | None], rounds: int) -> list[Result]:
     """Measure the variants, and the digest of a state of the same size, alternating."""
     batch = make_batch()
+    variants = [(budget, packed) for budget in budgets for packed in (False, True)]
     engines = {
-        budget: TorchEngine(
+        (budget, packed): TorchEngine(
             ModelConfig(path=folder),
-            TrainingConfig(lr=1e-4, num_threads=1, max_tokens_per_gpu=budget),
+            TrainingConfig(lr=1e-4, num_threads=1, max_tokens_per_gpu=budget, sequence_packing=packed),
             AlgorithmConfig(),
             temperature=1.0,
-            total_steps=rounds + 1,
+            total_steps=rounds + 2,
         )
-        for budget in budgets
+        for budget, packed in variants
     }
     model = Qwen3ForCausalLM.from_pretrained(folder)
     state = [
@@ -115,33 +123,42 @@ def measure(folder: str, parameters: int, budgets: list[int | None], rounds: int
         for kind in ("parameters", "exp_avg", "exp_avg_sq")
         for name, p in model.named_parameters()
     ]
-    steps: dict[int | None, list[float]] = {budget: [] for budget in budgets}
+    steps: dict[tuple[int | None, bool], list[float]] = {variant: [] for variant in variants}
     digests = []
     for turn in range(rounds + 1):
-        for budget, engine in engines.items():
+        for variant, engine in engines.items():
             seconds = cpu_seconds(
                 lambda engine=engine, turn=turn: engine.train(  # type: ignore[misc]
                     batch, num_steps=1, expected_version=turn, input_digest=str(turn)
                 )
             )
-            say(f"{parameters:,} parameters, max tokens {budget}: turn {turn} of {rounds}, {seconds:.1f} CPU s")
+            say(
+                f"{parameters:,} parameters, max tokens, packed {variant}: turn {turn} of {rounds}, {seconds:.1f} CPU s"
+            )
             if turn:
-                steps[budget].append(seconds)
+                steps[variant].append(seconds)
         seconds = cpu_seconds(lambda turn=turn: state_digest(state, turn, world_size=1))  # type: ignore[misc]
         if turn:
             digests.append(seconds)
+    peaks: dict[tuple[int | None, bool], int] = {}
+    for variant, engine in engines.items():
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            engine.train(batch, num_steps=1, expected_version=rounds + 1, input_digest="memory")
+        peaks[variant] = highest(profiled)
     tokens = sum(map(len, batch.input_ids))
     return [
         Result(
             hidden_size=model.config.hidden_size,
             parameters=parameters,
             max_tokens_per_gpu=budget,
+            packed=packed,
             seconds=statistics.median(times),
             tokens_per_second=tokens / statistics.median(times),
-            speedup=statistics.median(whole / own for whole, own in zip(steps[None], times, strict=True)),
+            speedup=statistics.median(whole / own for whole, own in zip(steps[None, False], times, strict=True)),
+            peak_bytes=peaks[budget, packed],
             digest_share=statistics.median(digests) / statistics.median(times),
         )
-        for budget, times in steps.items()
+        for (budget, packed), times in steps.items()
     ]
 
 
@@ -155,7 +172,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     results: list[Result] = []
-    table = Table("hidden", "parameters", "max tokens", "s / step", "tokens/s", "speed-up", "digest")
+    table = Table("hidden", "parameters", "max tokens", "rows", "s / step", "tokens/s", "speed-up", "peak MB", "digest")
     for hidden_size in args.hidden:
         with tempfile.TemporaryDirectory() as folder:
             results += measure(folder, build_model(hidden_size, folder), [None, *args.max_tokens], args.rounds)
@@ -164,9 +181,11 @@ def main() -> None:
             str(result.hidden_size),
             f"{result.parameters:,}",
             str(result.max_tokens_per_gpu or "no limit"),
+            "packed" if result.packed else "padded",
             f"{result.seconds:.3f}",
             f"{result.tokens_per_second:,.0f}",
             f"{result.speedup:.2f}",
+            f"{result.peak_bytes / 1e6:,.0f}",
             f"{result.digest_share:.2%}",
         )
     Console().print(table)

@@ -38,6 +38,8 @@ ENGINES: dict[str, tuple[str, ...]] = {
         "training.deterministic_mode",
         "training.gradient_checkpointing",
         "training.fsdp_cpu_offload",
+        "training.sequence_packing",
+        "training.context_parallel_size",
         "training.num_steps_per_rollout",
         "training.max_tokens_per_gpu",
         "training.micro_batch_size",

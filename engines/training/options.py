@@ -1,4 +1,4 @@
-"""Checks of a training engine's own options before there is an engine. Imports no PyTorch."""
+"""Checks of a training engine's own options before there is an engine. Imports PyTorch only to look at a model."""
 
 from collections.abc import Iterator, Mapping
 
@@ -12,6 +12,10 @@ def problems(training: TrainingConfig, model_path: str) -> Iterator[str]:
         from cairn.engines.training.megatron.options import problems as megatron_problems
 
         yield from megatron_problems(training, model_path)
+    elif training.packs_rows:
+        from cairn.engines.training.torch.attention import packing_problems
+
+        yield from packing_problems(model_path, training.context_parallel_size)
 
 
 def permitted() -> Mapping[str, frozenset[str]]:

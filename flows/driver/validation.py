@@ -275,6 +275,9 @@ def _image_problems(config: RunConfig) -> Iterator[str]:
             f"model.teacher_url: the server at {config.model.teacher_url} scores only text, but multimodal_keys names "
             "images: set model.teacher_path instead"
         )
+    if config.data.has_images and config.training.packs_rows:
+        packs = "sequence_packing" if config.training.sequence_packing else "context_parallel_size"
+        yield f"training.{packs} packs samples, but multimodal_keys names images, which packed rows lack: leave it out"
 
 
 def _tool_call_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:

@@ -61,6 +61,8 @@ def _engines(draft: Draft, flags: Flags) -> None:
     draft.set("training.num_gpus_per_rank", 1)
     if backend == "megatron":
         draft.set("training.megatron.use_distributed_optimizer", True, "slime's")
+    elif "multimodal_keys" not in flags:
+        draft.set("training.sequence_packing", True, "slime's")
 
 
 def _machines(draft: Draft, flags: Flags) -> None:
@@ -313,6 +315,8 @@ def _others(draft: Draft, flags: Flags) -> None:
             draft.set(f"rollout.router.{name.removeprefix('router_')}", typed("rollout.router.x", words))
         elif name == "recompute_activations" and uses_megatron:
             draft.set("training.megatron.recompute_granularity", "selective", "--recompute-activations")
+        elif name in _OF_FSDP and not uses_megatron:
+            draft.set(f"training.{name}", typed(f"training.{name}", words))
         elif row is not None and row.attribute in _COMPUTED:
             continue
         elif row is not None:
@@ -323,6 +327,8 @@ def _others(draft: Draft, flags: Flags) -> None:
             draft.leave_out(written(flag, words), "neither slime's nor Megatron's flag is known here")
 
 
+_OF_FSDP = ("context_parallel_size", "fsdp_cpu_offload", "gradient_checkpointing")
+"""Flags of slime's FSDP backend, of the versions that have one, that are named as the options here."""
 _COMPUTED = ("actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus_per_engine", "num_steps_per_rollout")
 
 
@@ -336,8 +342,8 @@ def _complete(draft: Draft) -> None:
     if "algorithm.eps_clip" not in values:
         draft.set("algorithm.eps_clip", 0.2, "slime's default")
     for name, value in [*values.items()]:
-        if value == 1 and re.fullmatch(r"training\.megatron\.(\w+_model|context)_parallel_size", name):
-            del values[name]  # Megatron's default
+        if value == 1 and re.fullmatch(r"training(\.megatron)?\.(\w+_model|context)_parallel_size", name):
+            del values[name]  # the default
     alone = values.get("training.megatron.tensor_model_parallel_size", 1) == 1
     if alone and values.pop("training.megatron.sequence_parallel", None):
         draft.leave_out("--sequence-parallel", "no effect without tensor parallelism")

@@ -121,12 +121,6 @@ def _batches(draft: Draft, options: dict[str, Any]) -> None:
         options.setdefault(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384)
     else:
         options.pop(f"{ACTOR}.ppo_max_token_len_per_gpu", None)
-    parallel = count(options.pop(f"{ACTOR}.ulysses_sequence_parallel_size", 1), 1)
-    if parallel > 1:
-        draft.leave_out(
-            f"{ACTOR}.ulysses_sequence_parallel_size={parallel}",
-            "the torch engine splits no sequence; training.engine=megatron does, by context_parallel_size",
-        )
 
 
 def _lengths(draft: Draft, options: dict[str, Any]) -> None:
@@ -171,6 +165,7 @@ def _data(draft: Draft, options: dict[str, Any]) -> None:
             "data.mixture", [{"name": n, "path": str(f)} for n, f in zip(names, files, strict=True)], "data.train_files"
         )
     if images:
+        options.pop("actor_rollout_ref.model.use_remove_padding", None)  # samples with images are padded
         draft.set("data.multimodal_keys", {"image": images})
     draft.notes.append(
         "verl's rows hold the answer in reward_model.ground_truth: write it into a column of its own, data.label_key"

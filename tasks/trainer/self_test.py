@@ -37,6 +37,8 @@ OPTIONS = (
     "training.dtype",
     "training.deterministic_mode",
     "training.gradient_checkpointing",
+    "training.sequence_packing",
+    "training.context_parallel_size",
     "training.max_tokens_per_gpu",
     "training.lora",
     "training.megatron",

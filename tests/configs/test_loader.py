@@ -57,7 +57,25 @@ def test_parse_takes_back_what_a_configuration_dumps(recipe: Path) -> None:
     assert parse(config.model_dump(mode="json")) == config
 
 
+def test_ranks_that_share_sequences_have_one_name_for_both_engines(recipe: Path) -> None:
+    ranks = ["training.world_size=2", "training.context_parallel_size=2"]
+    shared = load(recipe, ranks).training
+    assert (shared.ranks_of_sequence, shared.data_parallel_size, shared.packs_rows) == (2, 1, True)
+    megatron = load(recipe, ["training.engine=megatron", *ranks]).training
+    assert megatron.megatron == {"context_parallel_size": 2}
+    assert (megatron.ranks_of_sequence, megatron.data_parallel_size, megatron.packs_rows) == (2, 1, False)
+
+
 MISTAKES = [
+    (
+        "training={world_size: 4, context_parallel_size: 3}",
+        "training: world_size (4) is not divisible by context_parallel_size (3)",
+    ),
+    (
+        "training={engine: megatron, sequence_packing: true}",
+        "training.sequence_packing (true) has no effect while training.engine is megatron; set training.engine=torch, "
+        "or leave it out",
+    ),
     (
         "rollout.rollout_batchsize=8",
         "rollout.rollout_batchsize is not an option; did you mean rollout.rollout_batch_size?",

@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.weights.fingerprint import fingerprint, weights_checksum
 from cairn.storage.opening import open_store
+from tests.architectures import VOCABULARY, architecture
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
 
 pytestmark = [
@@ -54,6 +56,31 @@ def test_bfloat16_updates_stay_near_those_of_float32(folder: Path) -> None:
     for a, b in zip(exact, half, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=0.1, abs=0.02)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=0.1)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_packed_rows_score_as_padded_ones_do(tmp_path: Path, family: str) -> None:
+    folder = architecture(family).save(tmp_path / "model")
+    batch = dataclasses.replace(BATCH, input_ids=[ids % VOCABULARY for ids in BATCH.input_ids])
+
+    def scored(packed: bool, dtype: str) -> np.ndarray:
+        engine = make_engine(folder, device="cuda", dtype=dtype, sequence_packing=packed, max_tokens_per_gpu=200)
+        return np.concatenate(engine.score(batch, "actor"))
+
+    exact = scored(False, "float32")
+    np.testing.assert_allclose(scored(True, "float32"), exact, atol=1e-4)
+    error = np.abs(scored(False, "bfloat16") - exact).mean()
+    assert np.abs(scored(True, "bfloat16") - exact).mean() < 2 * error
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_rows_train_as_padded_ones_do_and_twice_to_the_same_bits(folder: Path, dtype: str) -> None:
+    (_, padded), (first, packed), (second, _) = (
+        five_updates(folder, device="cuda", dtype=dtype, sequence_packing=on) for on in (False, True, True)
+    )
+    for a, b in zip(padded, packed, strict=True):
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=0.1 if dtype == "bfloat16" else 1e-3)
+    assert first.state_digest() == second.state_digest()
 
 
 def test_recomputed_activations_give_the_same_update(folder: Path) -> None:

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from cairn.engines.models.folders import check_model_folder, model_class
@@ -121,23 +120,21 @@ def packed_attention(
         ranks, heads = group.size(), key.shape[1]
         if heads % ranks:
             key, value = (each.repeat_interleave(ranks // gcd(heads, ranks), 1) for each in (key, value))
-        query, key, value = (_whole_rows(each, group) for each in (query, key, value))
+        query, key, value = (_exchanged(each, group) for each in (query, key, value))
         s_aux = None if s_aux is None else s_aux.chunk(ranks)[group.rank()]
     output = _within(query, key, value, segments, scaling, sliding_window, s_aux)
-    return output if group is None else _whole_heads(output, group), None
+    return output if group is None else _exchanged(output, group), None
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
-def _whole_rows(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return [1, H / n, T, D], this rank's heads at all tokens, from [1, H, T / n, D] of its tokens."""
-    by_rank = part.squeeze(0).unflatten(0, (group.size(), -1)).contiguous()
-    return all_to_all_single_autograd(by_rank, None, None, group).transpose(0, 1).flatten(1, 2).unsqueeze(0)
+def _exchanged(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return [1, a / n, n b, c] from [1, a, b, c]: rank r gets the rth part of the first axis from every rank.
 
-
-def _whole_heads(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return [1, T / n, H, D], all heads at this rank's tokens, from [1, T, H / n, D] of its heads."""
+    Of heads and this rank's tokens it makes this rank's heads at all tokens; of tokens and this rank's heads, all heads
+    at this rank's tokens.
+    """
     by_rank = part.squeeze(0).unflatten(0, (group.size(), -1)).contiguous()
     return all_to_all_single_autograd(by_rank, None, None, group).transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
@@ -155,26 +152,43 @@ def _within(
     size = query.shape[-1]
     fused = query.is_cuda and query.element_size() == 2 and sinks is None
     if fused and size == value.shape[-1] and size % 8 == 0 and size <= 256:
-        ends, longest = segments.ends, segments.longest
-        output: Any = varlen_attn(
-            *(each.squeeze(0).transpose(0, 1) for each in (query, key, value)),
-            ends,
-            ends,
-            longest,
-            longest,
-            scale=scaling,
-            window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return output.unsqueeze(0)
+        return _fused(query, key, value, segments, scaling, window)
     parts = []
     for begin, end in pairwise(segments.bounds):
         step = end - begin if window is None else min(window, end - begin)
         for first in range(begin, end, step):
             last, start = min(first + step, end), begin if window is None else max(begin, first - window + 1)
-            own, seen = query[:, :, first:last], (each[:, :, start:last] for each in (key, value))
-            parts.append(_attend(own, *seen, scaling, None if start == first else window, sinks))
+            own, keys, values = query[:, :, first:last], key[:, :, start:last], value[:, :, start:last]
+            parts.append(_attend(own, keys, values, scaling, None if start == first else window, sinks))
     return torch.cat(parts, 2).transpose(1, 2)
+
+
+def _fused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Return [1, T, H, D] by PyTorch's kernel of CUDA for samples of different lengths."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    query, key, value = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
+    output = varlen_attn(
+        query,
+        key,
+        value,
+        segments.ends,
+        segments.ends,
+        segments.longest,
+        segments.longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, torch.Tensor)
+    return output.unsqueeze(0)
 
 
 def _attend(

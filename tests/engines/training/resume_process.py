@@ -1,12 +1,14 @@
 """A process that makes six updates in one go and four of which it saves three, and then kills itself, or one that loads
 those and makes three more.
 
-Prints the state digest after the last update, for one thread, for two, and with the state on the host."""
+Prints the state digest after the last update, for one thread, for two, with the state on the host, and with packed
+rows."""
 
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.torch.engine import TorchEngine
@@ -16,17 +18,24 @@ from tests.engines.training.builders import make_batch, make_engine
 UPDATES = 6
 
 
-def engine_with(folder: Path, threads: int, on_host: bool) -> TorchEngine:
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {"num_threads": 1},
+    {"num_threads": 2},
+    {"num_threads": 1, "fsdp_cpu_offload": True},
+    {"num_threads": 2, "sequence_packing": True},
+)
+
+
+def engine_with(folder: Path, options: dict[str, Any]) -> TorchEngine:
     algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
     return make_engine(
         folder,
         algorithm=algorithm,
-        num_threads=threads,
-        fsdp_cpu_offload=on_host,
         max_tokens_per_gpu=200,
         lr_warmup_iters=2,
         lr_decay_style="cosine",
         total_steps=UPDATES,
+        **options,
     )
 
 
@@ -39,11 +48,11 @@ def update(engine: TorchEngine, first: int, last: int) -> str:
 
 def main(mode: str, model: Path, url: str) -> None:
     store = open_store(url)
-    for threads, on_host in ((1, False), (2, False), (1, True)):
-        engine, checkpoint = engine_with(model, threads, on_host), f"{threads}-{on_host}"
+    for number, options in enumerate(VARIANTS):
+        engine, checkpoint = engine_with(model, options), str(number)
         if mode == "straight":
             print(update(engine, 0, UPDATES), flush=True)
-            engine = engine_with(model, threads, on_host)
+            engine = engine_with(model, options)
             update(engine, 0, UPDATES // 2)
             engine.save(store, checkpoint)
             update(engine, UPDATES // 2, UPDATES // 2 + 1)

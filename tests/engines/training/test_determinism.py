@@ -31,5 +31,5 @@ def test_updates_resumed_by_a_fresh_process_end_bitwise_where_uninterrupted_ones
         return done.stdout.split()
 
     straight = digests("straight", -signal.SIGKILL)
-    assert len(straight) == 3
+    assert len(straight) == 4
     assert digests("resumed", 0) == straight

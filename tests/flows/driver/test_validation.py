@@ -62,6 +62,18 @@ def test_a_usable_configuration_has_no_problems(model: Path, data: Path) -> None
     assert data_problems(usable) == []
 
 
+def test_models_and_samples_that_rows_cannot_hold_together_are_named(model: Path, tmp_path: Path, data: Path) -> None:
+    packed = config(model, data, training={"sequence_packing": True})
+    assert setup_problems(packed) == []
+    images = {"path": str(data), "multimodal_keys": {"image": "picture"}}
+    problems = setup_problems(config(model, data, data=images, training={"sequence_packing": True}))
+    assert any("sequence_packing packs samples, but multimodal_keys names images" in one for one in problems)
+    recurrent = architecture("qwen3_next").save(tmp_path / "recurrent")
+    shared = {"world_size": 2, "context_parallel_size": 2}
+    problems = setup_problems(config(recurrent, data, training=shared))
+    assert any("qwen3_next has layers of kind linear_attention" in one for one in problems)
+
+
 def test_a_tokenizer_s_end_token_that_stops_no_engine_is_told_before_a_new_run(
     model: Path, tmp_path: Path, data: Path
 ) -> None:

@@ -184,8 +184,11 @@ def test_a_script_that_serves_a_model_in_fp8_trains_the_one_in_bfloat16(checkout
 
 
 def test_the_own_engine_of_slime_and_its_loops_are_those_of_the_recipe(checkout: Path) -> None:
-    draft = imported(checkout, "train.py \\", "train_async.py --train-backend fsdp --rollout-num-gpus 4 \\")
+    fsdp = "--train-backend fsdp --context-parallel-size 2 --fsdp-cpu-offload"
+    draft = imported(checkout, "train.py \\", f"train_async.py {fsdp} --rollout-num-gpus 4 \\")
     assert draft.values["training.engine"] == "torch"
+    assert draft.values["training.context_parallel_size"] == 2
+    assert draft.values["training.sequence_packing"] is draft.values["training.fsdp_cpu_offload"] is True
     assert draft.values["training.gradient_checkpointing"] is True
     assert not any(name.startswith("training.megatron") for name in draft.values)
     assert draft.values["rollout.pipeline"] == "lagged"

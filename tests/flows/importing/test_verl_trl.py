@@ -40,6 +40,8 @@ python3 -m verl.trainer.main_ppo \\
     actor_rollout_ref.actor.optim.lr=1e-6 \\
     actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32 \\
+    actor_rollout_ref.actor.ulysses_sequence_parallel_size=2 \\
+    actor_rollout_ref.model.use_remove_padding=True \\
     actor_rollout_ref.actor.use_kl_loss=True \\
     actor_rollout_ref.actor.kl_loss_coef=0.001 \\
     actor_rollout_ref.actor.clip_ratio_high=0.28 \\
@@ -75,6 +77,7 @@ def test_overrides_of_verl_become_a_recipe(tmp_path: Path) -> None:
     assert (config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt) == (1024, 5)
     assert (config.training.num_steps_per_rollout, config.global_batch_size) == (4, 1280)
     assert (config.training.engine, config.training.world_size) == ("torch", 8)
+    assert (config.training.context_parallel_size, config.training.sequence_packing) == (2, True)
     assert (config.rollout.engine, config.rollout.num_engines) == ("sglang", 4)
     assert config.rollout.sglang == {"mem_fraction_static": 0.6, "attention_backend": "fa3"}
     assert (config.rollout.rollout_max_prompt_len, config.rollout.rollout_max_response_len) == (512, 1024)

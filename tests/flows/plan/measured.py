@@ -82,6 +82,7 @@ CASES = (
     Case("torch, DeepSeek V3", "deepseek_v3", "torch"),
     Case("torch, gpt-oss", "gpt_oss", "torch"),
     Case("torch, FSDP 2, Llama", "llama", "torch", 2),
+    Case("torch, CP 2, Qwen3", "qwen3", "torch", 2, training={"context_parallel_size": 2}),
     Case("Megatron, Qwen3", "qwen3", "megatron"),
     Case("Megatron, Qwen3, bfloat16", "qwen3", "megatron", training=BF16),
     Case("Megatron, Qwen3-MoE, recomputed", "qwen3_moe", "megatron", training=RECOMPUTED),
