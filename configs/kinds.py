@@ -283,12 +283,23 @@ def _written_declaration(package: str, name: str, function: str) -> Declaration 
                 return None
             if ast.unparse(decorator.func) != plugin.__name__ or decorator.args:
                 return None
+            values = {str(one.arg): one.value for one in decorator.keywords}
+            picks = values.pop("picks", None)
             try:
-                values = {str(one.arg): ast.literal_eval(one.value) for one in decorator.keywords}
+                literals: dict[str, Any] = {option: ast.literal_eval(value) for option, value in values.items()}
             except ValueError:
                 return None
-            return declared(plugin(**values)(lambda: None))
+            if picks is not None:
+                literals["picks"] = partial(_pick, f"{package}.{name}.{function}")
+            return declared(plugin(**literals)(lambda: None))
     return None
+
+
+def _pick(path: str, *arguments: Any) -> Any:
+    """Import a function, and return what its declaration's `picks` returns."""
+    picks = declared(load_callable(path)).picks
+    assert picks is not None, path
+    return picks(*arguments)
 
 
 ESTIMATOR = Kind(

@@ -22,11 +22,25 @@ class Serving:
     """Ranks that share each feed-forward part without experts (`moe_dense_tp_size`)."""
     expert: int = 1
     """Expert-parallel ranks (`ep_size`)."""
+    exchanges_tokens: bool = False
+    """Whether tokens go to the ranks of their experts and back (`moe_a2a_backend`)."""
+    data_head: bool = False
+    """Whether each group of ranks has an output layer of its own (`enable_dp_lm_head`)."""
 
     @property
     def attention(self) -> int:
-        """Ranks that share attention."""
+        """Ranks that share attention, and with data-parallel attention the embedding."""
         return max(1, self.tensor // self.data)
+
+    @property
+    def shared_experts(self) -> int:
+        """Ranks that share each expert that all tokens pass."""
+        return 1 if self.exchanges_tokens else self.tensor
+
+    @property
+    def head(self) -> int:
+        """Ranks that share the output layer."""
+        return self.attention if self.data_head else self.tensor
 
     @classmethod
     def of(cls, options: Mapping[str, Any], num_gpus: float) -> "Serving":
@@ -34,25 +48,31 @@ class Serving:
         tensor = int(options.get("tp_size") or max(1, num_gpus))
         older = options.get("dp_size") if options.get("enable_dp_attention") else None
         data = int(options.get("attn_dp_size") or older or 1)
-        return cls(tensor, data, int(options.get("moe_dense_tp_size") or tensor), int(options.get("ep_size") or 1))
+        return cls(
+            tensor,
+            data,
+            int(options.get("moe_dense_tp_size") or tensor),
+            int(options.get("ep_size") or 1),
+            options.get("moe_a2a_backend", "none") != "none",
+            bool(options.get("enable_dp_lm_head")),
+        )
 
 
 def served_parameters(model: Model, serving: Serving) -> float:
-    """Return the number of weight elements on each rank.
-
-    Attention is divided over its own ranks, experts over all ranks. With data-parallel attention each rank holds the
-    whole embedding.
-    """
+    """Return the number of weight elements on each rank, as the models of SGLang 0.5.21 and 0.5.23 divide them."""
 
     def ranks(tensor: Tensor) -> int:
         match tensor.part:
-            case Part.EXPERT | Part.HEAD:
+            case Part.EXPERT:
                 return serving.tensor
+            case Part.HEAD:
+                return serving.head
             case Part.EMBEDDING:
-                return serving.tensor if serving.data == 1 else 1
+                return serving.attention
+            case Part.CUT if re.search(r"\.shared_experts?\.", tensor.name):
+                return serving.shared_experts
             case Part.CUT:
-                in_mlp = re.search(r"\.mlp\.", tensor.name)
-                return serving.dense_tensor if in_mlp else serving.attention
+                return serving.dense_tensor if ".mlp." in tensor.name else serving.attention
         return 1
 
     return sum(tensor.size / ranks(tensor) for tensor in model.tensors)
@@ -112,16 +132,22 @@ def serving_problems(model: Model, serving: Serving, options: Mapping[str, Any])
         return
     if serving.expert > 1 and model.experts % serving.expert:
         yield f"{say}.ep_size is {serving.expert}; the model has {model.experts if model.experts > 1 else 'no'} experts"
-    cut = serving.tensor // serving.expert
-    widths = {layer.expert_width for layer in model.layers if layer.expert_width % cut}
-    if widths:
-        yield (
-            f"an expert's width of {min(widths)} cannot be cut over tp_size / ep_size = {cut} ranks: raise "
-            f"{say}.ep_size"
-        )
-    dense = {layer.width for layer in model.layers if layer.width % serving.dense_tensor}
-    if dense:
-        yield (
-            f"a feed-forward width of {min(dense)} cannot be cut over {serving.dense_tensor} ranks: set "
-            f"{say}.moe_dense_tp_size, or change rollout.num_gpus_per_engine"
-        )
+    layers, cut = model.layers, serving.tensor // serving.expert
+    experts = {layer.expert_width for layer in layers}
+    shared = {layer.width for layer in layers if layer.expert_width}
+    dense = {layer.width for layer in layers if not layer.expert_width}
+    for widths, ranks, whose, way in (
+        (experts, cut, "an expert's width", f"raise {say}.ep_size"),
+        (shared, serving.shared_experts, "the shared experts' width", "lower rollout.num_gpus_per_engine"),
+        (dense, serving.dense_tensor, "a feed-forward width", f"set {say}.moe_dense_tp_size"),
+    ):
+        size = _block(model) if ranks > 1 else 1
+        if wrong := {width for width in widths if width % (ranks * size)}:
+            blocks = f", in FP8 blocks of {size}," if size > 1 else ""
+            yield f"{whose} of {min(wrong)}{blocks} cannot be cut over {ranks} ranks of a rollout engine: {way}"
+
+
+def _block(model: Model) -> int:
+    """Return the size of the blocks of FP8 weights, which ranks cannot divide; 1 where there are none."""
+    stored = getattr(model.config, "quantization_config", None) or {}
+    return max(stored.get("weight_block_size") or (1,)) if stored.get("quant_method") == "fp8" else 1

@@ -1,12 +1,14 @@
 """What a sample takes of a cache, against the library's caches and closed forms."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import DynamicCache
 
 from cairn.engines.plan.library import model_of
 from cairn.engines.plan.rates import cache_need
-from cairn.engines.plan.serving import Serving, default_static_fraction, serving_problems
+from cairn.engines.plan.serving import Serving, default_static_fraction, served_parameters, serving_problems
 from tests.architectures import architecture
 from tests.engines.plan.test_parameters import published
 
@@ -67,3 +69,26 @@ def test_what_sglangs_ranks_cannot_divide_is_told(serving: Serving, sentence: st
     problems = list(serving_problems(published("Qwen3-30B-A3B"), serving, {}))
     assert bool(problems) == (sentence is not None)
     assert sentence is None or sentence in problems[0]
+
+
+def test_shared_experts_embedding_and_head_are_divided_as_sglang_does() -> None:
+    model, hidden = published("GLM-4.5"), 5120
+    plain = Serving(16, data=2, dense_tensor=1, expert=16)
+    whole = replace(plain, exchanges_tokens=True)
+    shared = 89 * 3 * hidden * 1536
+    assert served_parameters(model, whole) - served_parameters(model, plain) == shared * (1 - 1 / 16)
+    own_heads, vocabulary = replace(plain, data_head=True), 151552 * hidden
+    assert served_parameters(model, own_heads) - served_parameters(model, plain) == vocabulary * (1 / 8 - 1 / 16)
+    whole_embedding = replace(plain, data=16)
+    attention = sum(one.size for one in model.tensors if ".self_attn." in one.name and len(one.shape) == 2)
+    assert served_parameters(model, whole_embedding) - served_parameters(model, plain) == pytest.approx(
+        (vocabulary + attention) * (1 - 1 / 8), rel=1e-3
+    )
+
+
+def test_blocks_of_fp8_are_not_cut() -> None:
+    serving = Serving(32, data=32, dense_tensor=1, expert=32)
+    (problem,) = serving_problems(published("Kimi-K2-Instruct"), serving, {})
+    assert "the shared experts' width of 2048, in FP8 blocks of 128, cannot be cut over 32 ranks" in problem
+    for fitting in (replace(serving, exchanges_tokens=True), replace(serving, tensor=16, data=16, expert=16)):
+        assert not list(serving_problems(published("Kimi-K2-Instruct"), fitting, {}))
