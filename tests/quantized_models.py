@@ -32,18 +32,20 @@ def into_fp8(
     folder: Path,
     more: Tensors | None = None,
     quantize_by: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
+    block: tuple[int, int] = BLOCK,
 ) -> Tensors:
     """Do so with the model in a folder."""
     stored: Tensors = {}
     weights = load_file(folder / "model.safetensors") | (more or {})
     for index, (key, weight) in enumerate(sorted(weights.items())):
         if is_quantized(key, weight):
-            values, scales = fp8_values(weight.shape, index) if quantize_by is None else quantize_by(weight)
+            values, scales = fp8_values(weight.shape, index, block) if quantize_by is None else quantize_by(weight)
             stored |= {key: values, f"{key}_scale_inv": scales}
-            weights[key] = dequantized(values, scales, BLOCK)
+            weights[key] = dequantized(values, scales, block)
         else:
             stored[key] = weight
-    write(folder, stored, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)})
+    kind = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    write(folder, stored, {**kind, "weight_block_size": list(block)})
     return weights
 
 
@@ -52,12 +54,12 @@ def is_quantized(key: str, weight: torch.Tensor) -> bool:
     return weight.dim() == 2 and not any(part in key for part in ("embed_tokens", "lm_head", "mlp.gate.", "router"))
 
 
-def fp8_values(shape: torch.Size, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def fp8_values(shape: torch.Size, seed: int, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Every finite number of the format in turn, and scales of about a thousandth."""
     rows, columns = shape
     place = torch.arange(rows * columns).reshape(rows, columns) * 37 + seed
     values = (place % 127 + 128 * (place // 127 % 2)).to(torch.uint8).view(torch.float8_e4m3fn)
-    blocks = (-(-rows // BLOCK[0]), -(-columns // BLOCK[1]))
+    blocks = (-(-rows // block[0]), -(-columns // block[1]))
     return values, (1 + torch.arange(blocks[0] * blocks[1]).reshape(blocks) + seed) / 3e5
 
 

@@ -67,7 +67,7 @@ class FleetConfig(Section):
     """Seconds that placement and start of all actors may take, including loading of the models."""
 
     call_timeout: float = Field(120, gt=0)
-    """Seconds that a short actor call may take (health, versions, one bucket of weights)."""
+    """Seconds that a short actor call may take (health, versions, one bucket of weights that is not broadcast)."""
 
     colocate: Annotated[bool, WITH_ENGINES] = False
     """Training and rollout take turns on the same GPUs, in one placement group. slime: `--colocate`."""

@@ -313,7 +313,8 @@ class TrainingConfig(Section):
 
     distributed_timeout_minutes: int = Field(10, ge=1)
     """Minutes that the ranks wait for each other, in one collective of any of their process groups. Then the engine is
-    restarted. Megatron and slime: `--distributed-timeout-minutes`."""
+    restarted. A broadcast of weights to rollout engines, and the meeting before the first one, may take as long.
+    Megatron and slime: `--distributed-timeout-minutes`."""
 
     train_env_vars: Variables = Field(default_factory=dict)
     """Environment variables of the training ranks' processes, set before PyTorch is imported: `{NCCL_DEBUG: INFO}`.

@@ -167,6 +167,11 @@ class TrainingHandle(ModelHandle):
         return self.actor.name.replace(":", "-")
 
     @property
+    def distributed_timeout(self) -> float:
+        """Seconds that a collective of the engine's ranks may take."""
+        return 60.0 * self._config.training.distributed_timeout_minutes
+
+    @property
     def on_gpu(self) -> bool:
         """Whether the engine computes on GPUs."""
         return self._config.training.num_gpus_per_rank > 0

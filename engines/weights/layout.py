@@ -35,3 +35,5 @@ class Meeting:
     """Number of processes, the trainer's included."""
     rank: int
     """Rank of the receiver's first process."""
+    timeout: float
+    """Seconds that the meeting, and each broadcast in the group, may take."""

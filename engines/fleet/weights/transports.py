@@ -47,17 +47,17 @@ class TargetsFailed(EngineError):
 def _broadcast(
     source: TrainingHandle,
     targets: Targets,
-    timeout: float,
     group: str | None,
     open_buckets: Callable[[str], Generator[tuple[Layout, Call[None]]]],
 ) -> None:
-    """Broadcast buckets to all targets at once, each within `timeout` seconds. Raises TargetsFailed, EngineError, and
-    what `open_buckets` raises.
+    """Broadcast buckets to all targets at once. The meeting and each bucket have the deadline of the trainer's own
+    collectives. Raises TargetsFailed, EngineError, and what `open_buckets` raises.
 
     Args:
         group: concurrency group of the trainer's calls.
         open_buckets: returns the buckets for a backend.
     """
+    timeout = source.distributed_timeout
     receivers = results(targets, [target.call(UPDATING, DirectReceiver.receiver) for target in targets])
     backend = "nccl" if source.on_gpu and all(receiver.on_gpu for receiver in receivers) else "gloo"
     # After a failure all leave the process group before the buckets are closed. Otherwise the trainer could not end
@@ -115,7 +115,7 @@ def _meet(
     size = 1 + sum(receiver.ranks for receiver in receivers)
     joining = [source.call(group, WeightSource.join_group, size, backend)]
     for target, receiver in zip(targets, receivers, strict=True):
-        meeting = Meeting(name, host, port, backend, size, rank)
+        meeting = Meeting(name, host, port, backend, size, rank, timeout)
         joining.append(target.call(UPDATING, DirectReceiver.join_group, meeting))
         rank += receiver.ranks
     _wait_for(joining, timeout)
@@ -210,9 +210,9 @@ def transport_of(
         case "disk":
             return Folders(source, fleet, load_timeout)
         case "distributed" if lag:
-            return CopiedBroadcasts(source, fleet.update_weight_buffer_size, fleet.call_timeout)
+            return CopiedBroadcasts(source, fleet.update_weight_buffer_size)
         case "distributed":
-            return Broadcasts(source, fleet.update_weight_buffer_size, fleet.call_timeout)
+            return Broadcasts(source, fleet.update_weight_buffer_size)
         case "tensor" if maps_gpu_memory:
             return Handles(source, fleet.update_weight_buffer_size)
         case "tensor":
@@ -242,13 +242,9 @@ class CopiedBroadcasts(Buckets):
     """Transport in Ray's object store, and from there in a process group of the trainer's first rank and the engines,
     while the trainer continues its work."""
 
-    def __init__(self, source: TrainingHandle, bucket_bytes: int, timeout: float) -> None:
-        super().__init__(source, bucket_bytes)
-        self._timeout = timeout
-
     def send(self, version: int, stored: Any, targets: Targets) -> None:
         self._source.ensure_alive()  # a publication outlives the trainer's process, which sends it
-        _broadcast(self._source, targets, self._timeout, SENDING, partial(self._source.broadcast_copies, stored))
+        _broadcast(self._source, targets, SENDING, partial(self._source.broadcast_copies, stored))
 
 
 class Folders(Transport):
@@ -297,13 +293,13 @@ class _FromTrainer(Transport):
 class Broadcasts(_FromTrainer):
     """Transport in one process group of the trainer's first rank and all engines."""
 
-    def __init__(self, source: TrainingHandle, bucket_bytes: int, timeout: float) -> None:
+    def __init__(self, source: TrainingHandle, bucket_bytes: int) -> None:
         super().__init__(source)
-        self._bucket_bytes, self._timeout = bucket_bytes, timeout
+        self._bucket_bytes = bucket_bytes
 
     def send(self, version: int, stored: Any, targets: Targets) -> None:
         buckets = partial(self._source.broadcast_weights, version, self._bucket_bytes)
-        _broadcast(self._source, targets, self._timeout, None, buckets)
+        _broadcast(self._source, targets, None, buckets)
 
 
 class Handles(_FromTrainer):

@@ -129,9 +129,7 @@ class SGLangEngine(ServerWeights):
         control = Control(self.server.url, call_timeout)
         own = plan.external_url is None
         checked = config.dtype if own and fp8 is None else None
-        super().__init__(
-            control, names, config.timeout, checked=checked, has_weights=own and config.model_path is None
-        )
+        super().__init__(control, names, config.timeout, checked=checked, has_weights=own and config.model_path is None)
         self._occupancy = Occupancy()
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[Generation] = weakref.WeakSet()

@@ -57,7 +57,7 @@ class ServerWeights:
         self._from_folder = False
         """Whether the weights of this update came as a model folder."""
         self._released: set[MemoryTag] = set()
-        self._group: str | None = None
+        self._group: Meeting | None = None
 
     def get_weight_version(self) -> int | None:
         """Return the version of the weights that the server serves. None within an update, and until the next one where
@@ -117,13 +117,13 @@ class ServerWeights:
             "names": names,
             "dtypes": [dtype for _, dtype, _ in layout],
             "shapes": [list(shape) for _, _, shape in layout],
-            "group_name": self._group or "none",
+            "group_name": self._group.name if self._group else "none",
             "load_format": "flattened_bucket",
             "flush_cache": False,
             **POLICY,
         }
         with self._replacing(names):
-            self._control.call("/update_weights_from_distributed", body)
+            self._control.call("/update_weights_from_distributed", body, self._group.timeout if self._group else None)
 
     def end_weight_update(self) -> None:
         version = self._require_begun()
@@ -155,11 +155,12 @@ class ServerWeights:
         return found[0]
 
     def receiver(self) -> Receiver:
-        return Receiver(ranks=self._tp_size, on_gpu=self._info["device"] != "cpu", group=self._group)
+        group = self._group.name if self._group else None
+        return Receiver(ranks=self._tp_size, on_gpu=self._info["device"] != "cpu", group=group)
 
     def join_group(self, meeting: Meeting) -> None:
         self.leave_group()
-        self._group = meeting.name
+        self._group = meeting
         self._control.call(
             "/init_weights_update_group",
             {
@@ -170,12 +171,13 @@ class ServerWeights:
                 "group_name": meeting.name,
                 "backend": meeting.backend,
             },
+            meeting.timeout,
         )
 
     def leave_group(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            self._call_unless_refused("/destroy_weights_update_group", {"group_name": group})
+            self._call_unless_refused("/destroy_weights_update_group", {"group_name": group.name})
 
     def release_memory(self) -> None:
         """Release the GPU memory; the weights in it are lost."""

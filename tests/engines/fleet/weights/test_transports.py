@@ -20,11 +20,14 @@ from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.handles import UPDATING
 from cairn.engines.fleet.requirements import weight_problems
+from cairn.engines.fleet.training import TrainingHandle
 from cairn.engines.fleet.turns import Turns
+from cairn.engines.fleet.weights import transports
 from cairn.engines.fleet.weights.transports import transport_of
 from cairn.engines.rollout.base import RolloutEngine
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.training.base import TrainingEngine
+from cairn.engines.training.weight_source import WeightSource
 from cairn.engines.types.errors import EngineDied, EngineError, WeightsDiffer
 from cairn.engines.types.types import SamplingParams
 from cairn.engines.weights.buckets import Bucket
@@ -38,6 +41,8 @@ from tests.requests import group
 from tests.sglang_server import sglang_config
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
+DEADLINE = 10.0
+"""Seconds that a broadcast may take where a server dies or hangs."""
 TRANSPORTS = ("tensor", "disk", "distributed")
 ASKED = group(0, [5, 6, 7], (1, 2), SamplingParams(8))
 
@@ -302,26 +307,40 @@ def test_a_server_that_runs_elsewhere_takes_broadcasts_and_folders(
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_in_an_update_is_replaced_and_joins_the_next_group(
-    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moment", ["after the meeting", "after the first bucket"])
+@pytest.mark.parametrize("strike", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_dies_or_hangs_in_an_update_is_replaced_and_the_trainer_goes_on(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, strike: signal.Signals
 ) -> None:
-    version = train_once(fleet)
+    version, training = train_once(fleet), fleet.training
+    before = training.health()
     server = psutil.Process(fleet.rollout[0].health()["server_pid"])
 
-    def kill(_: object) -> None:
+    def hit(*_: object) -> None:
         for process in [*server.children(recursive=True), server]:
-            process.kill()
+            process.send_signal(strike)
+
+    meet_all = transports._meet
+
+    def meet(*args: Any) -> None:
+        meet_all(*args)
+        hit()
 
     with monkeypatch.context() as patch:
-        patch.setattr(
-            fleet.training, "broadcast_weights", after_the_first_bucket(fleet.training.broadcast_weights, kill)
-        )
+        patch.setattr(TrainingHandle, "distributed_timeout", DEADLINE)
+        if moment == "after the meeting":
+            training.ask(WeightSource.leave_group)  # that of the last update
+            patch.setattr(transports, "_meet", meet)
+        else:
+            patch.setattr(training, "broadcast_weights", after_the_first_bucket(training.broadcast_weights, hit))
         began = time.monotonic()
         with pytest.raises(EngineError):
             send(fleet, version, by("distributed", tmp_path, update_weight_buffer_size=100_000))
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < 4 * DEADLINE + 60  # a call of its own that a stopped server does not answer
+    assert train_once(fleet) == version + 1
     for engine in fleet.rollout:
         engine.ensure_alive()
     assert fleet.rollout[0].health()["server_pid"] != server.pid
-    send(fleet, version, by("distributed", tmp_path))
+    send(fleet, version + 1, by("distributed", tmp_path))
     verify(fleet)
+    assert training.health()["pid"] == before["pid"]
