@@ -1,5 +1,5 @@
 """What a model's config.json says: which code it may name, and lengths and kinds that the library's class and a stored
-description (`cairn.engines.plan.shapes`) both have.
+description (`cairn.engines.plan.published`) both have.
 
 This module needs neither PyTorch nor the library, whose imports take seconds.
 """

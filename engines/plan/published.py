@@ -1,9 +1,9 @@
 """Published models: configs with the library's defaults filled in, and shapes of all tensors.
 
-They are stored in `shapes/NAME.json`, by the names of `cairn.configs.catalogue`, so that a plan of one needs neither
-PyTorch nor the library, which take seconds to import. Layers with the same tensor share a line:
+They are stored in `shapes.jsonl`, a line for each name of `cairn.configs.catalogue`: a plan of one needs neither
+PyTorch nor the library, which take seconds to import. Layers with the same tensor share an entry:
 `model.layers.0-2,4.mlp.…`. After a change of the published configs or of the library,
-`python -m cairn.engines.plan.published` writes the files anew.
+`python -m cairn.engines.plan.published` writes the file anew.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 from cairn.configs.catalogue import published_config, published_names
 from cairn.engines.plan.tensors import Model, Tensor
 
-SHAPES = Path(__file__).parent / "shapes"
+SHAPES = Path(__file__).with_name("shapes.jsonl")
 
 _LAYERS = re.compile(r"(?<=\blayers\.)[\d,-]+(?=\.)")
 
@@ -32,13 +32,14 @@ class StoredConfig(SimpleNamespace):
 
 
 def published_model(name: str) -> Model:
-    """Return the published model `name`, from its file or, where there is none yet, from the library. Raises BadModel
+    """Return the published model `name`, from its line or, where there is none yet, from the library. Raises BadModel
     where the library cannot make it."""
-    file = SHAPES / f"{name}.json"
-    if not file.is_file():
-        return made_model(name)
-    values = json.loads(file.read_text("utf-8"))
-    return Model(StoredConfig(**values["config"]), tuple(_expanded(values["tensors"])))
+    with SHAPES.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith(_start(name)):
+                values = json.loads(line)
+                return Model(StoredConfig(**values["config"]), tuple(_expanded(values["tensors"])))
+    return made_model(name)
 
 
 def made_model(name: str) -> Model:
@@ -50,14 +51,14 @@ def made_model(name: str) -> Model:
     return model_of(config_of(stored))
 
 
-def file_text(model: Model) -> str:
-    """Return the contents of the file of a model that the library made, one line for each entry."""
+def _start(name: str) -> str:
+    return f'{{"name": {json.dumps(name)}, '
 
-    def lines(entries: Mapping[str, Any]) -> str:
-        return ",\n".join(f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in entries.items())
 
-    config, tensors = _described(model.config), _shared(model.tensors)
-    return f'{{\n  "config": {{\n{lines(config)}\n  }},\n  "tensors": {{\n{lines(tensors)}\n  }}\n}}\n'
+def _line(name: str, model: Model) -> str:
+    """Return the line of a model that the library made."""
+    values = {"name": name, "config": _described(model.config), "tensors": _shared(model.tensors)}
+    return json.dumps(values) + "\n"
 
 
 def _described(config: Any) -> dict[str, Any]:
@@ -124,6 +125,4 @@ def _of_ranges(text: str) -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    SHAPES.mkdir(exist_ok=True)
-    for each in published_names():
-        (SHAPES / f"{each}.json").write_text(file_text(made_model(each)), "utf-8")
+    SHAPES.write_text("".join(_line(name, made_model(name)) for name in published_names()), "utf-8")
