@@ -322,5 +322,5 @@ class RunContext(RecordedRun):
     def commit(self, **fields: Any) -> Commit:
         """Create a commit, or adopt the one that another driver created first."""
         commit = self.ledger.commit(**fields)
-        self._commits[commit.iteration, commit.step, commit.shard] = commit
+        self._commits.add((commit.iteration, commit.step, commit.shard), commit)
         return commit

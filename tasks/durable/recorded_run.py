@@ -3,6 +3,7 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import pyarrow as pa
 
@@ -17,54 +18,61 @@ from cairn.storage.store.store import Store
 
 TABLE_CACHE_BYTES = 2 << 30
 """Maximum size, in bytes, of the snapshots that stay in memory after a write or read, since later steps of the
-iteration read them again. Beyond it, the least recently used one is dropped."""
+iteration read them again."""
+COMMIT_CACHE = 1 << 13
+"""Maximum number of commits that stay in memory. An iteration with 256 shards has about 520, of some 8 KB each."""
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
-class _Tables:
-    """LRU cache of snapshots by their digests, at most `TABLE_CACHE_BYTES`. Thread-safe."""
+class _Recent(Generic[K, V]):
+    """LRU cache: the values that were used last, up to a total size. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int, size: Callable[[V], int]) -> None:
+        self._limit, self._size = limit, size
         self._lock = threading.Lock()
-        self._tables: OrderedDict[str, tuple[pa.Table, int]] = OrderedDict()
-        """Tables and their sizes in bytes, the least recently used first."""
-        self._bytes = 0
+        self._values: OrderedDict[K, V] = OrderedDict()
+        """The least recently used value first."""
+        self._total = 0
 
-    def get(self, digest: str) -> pa.Table | None:
+    def get(self, key: K) -> V | None:
         with self._lock:
-            if digest not in self._tables:
+            if key not in self._values:
                 return None
-            self._tables.move_to_end(digest)
-            return self._tables[digest][0]
+            self._values.move_to_end(key)
+            return self._values[key]
 
-    def add(self, digest: str, table: pa.Table) -> None:
+    def add(self, key: K, value: V) -> None:
         with self._lock:
-            self._bytes -= self._tables.pop(digest, (table, 0))[1]
-            self._tables[digest] = table, table.nbytes
-            self._bytes += table.nbytes
-            while self._bytes > TABLE_CACHE_BYTES:
-                _, (_, dropped_bytes) = self._tables.popitem(last=False)
-                self._bytes -= dropped_bytes
+            if key in self._values:
+                self._total -= self._size(self._values.pop(key))
+            self._values[key] = value
+            self._total += self._size(value)
+            while self._total > self._limit:
+                _, dropped = self._values.popitem(last=False)
+                self._total -= self._size(dropped)
 
 
 class RecordedRun:
-    """Commits and tables of a run, each read once. Thread-safe."""
+    """Commits and tables of a run, which are not read again while they are in use. Thread-safe."""
 
     def __init__(self, config: RunConfig, ledger: Ledger) -> None:
         self.config = config
         self.ledger = ledger
-        self._lock = threading.Lock()
-        self._commits: dict[tuple[int, Step, str | None], Commit] = {}
-        self._tables = _Tables()
+        self._commits: _Recent[tuple[int, Step, str | None], Commit] = _Recent(COMMIT_CACHE, lambda commit: 1)
+        self._tables: _Recent[str, pa.Table] = _Recent(TABLE_CACHE_BYTES, lambda table: table.nbytes)
+        """Snapshots by their digests."""
 
     def find(self, iteration: int, step: Step, shard: str | None = None) -> Commit | None:
-        """Return the step's commit, or None. Commits never change, so one that was seen is not read again."""
+        """Return the step's commit, or None. Commits never change, so one that was seen lately is not read again."""
         key = (iteration, step, shard)
-        if key not in self._commits:
+        commit = self._commits.get(key)
+        if commit is None:
             commit = self.ledger.find(iteration, step, shard)
-            if commit is None:
-                return None
-            self._commits[key] = commit
-        return self._commits[key]
+            if commit is not None:
+                self._commits.add(key, commit)
+        return commit
 
     def committed(self, iteration: int, step: Step, shard: str | None = None) -> Commit:
         """Return the step's commit. Raises Damaged if it is missing although it must exist."""
