@@ -151,8 +151,9 @@ def test_engines_are_counted_once(options: dict[str, Any], sentence: str) -> Non
         ({"rollout_top_k": 5000, "sglang": {"sampling_mask_max_tokens": 6000}}, []),
         (
             {"rollout_top_k": 50, "sglang": {"speculative_algorithm": "EAGLE"}},
-            ["with speculative decoding: leave speculative_algorithm out"],
+            ["with speculative_algorithm EAGLE: leave it out, set it to DFLASH or DSPARK"],
         ),
+        ({"rollout_top_k": 50, "sglang": {"speculative_algorithm": "DSPARK"}}, []),
         (
             {"rollout_top_k": 50, "router": {}}
             | groups({"worker_type": "prefill", "num_engines": 1}, {"worker_type": "decode", "num_engines": 1}),

@@ -13,6 +13,7 @@ from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.rollout.plan import Place
 from cairn.engines.rollout.sglang.installation import (
     PLUGIN,
+    RETIRED,
     STAND_INS,
     TESTED_VERSION,
     Installation,
@@ -120,7 +121,16 @@ def test_unknown_options_and_those_that_cairn_sets_are_named() -> None:
         option_problems(
             Installation.find(),
             "rollout.sglang",
-            {"rpc_ipc_name": "x", "attention_backnd": "triton", "port": 1, "tp_size": 2, "api_key": "hunter2"},
+            {
+                "rpc_ipc_name": "x",
+                "attention_backnd": "triton",
+                "port": 1,
+                "tp_size": 2,
+                "api_key": "hunter2",
+                **dict.fromkeys(RETIRED, True),
+                "attn_dp_size": 2,
+                "enable_dp_attention": True,
+            },
         )
     )
     assert problems == [
@@ -128,6 +138,7 @@ def test_unknown_options_and_those_that_cairn_sets_are_named() -> None:
         f"rollout.sglang.attention_backnd is not an option of SGLang {TESTED_VERSION}; did you mean attention_backend?",
         "rollout.sglang.port is set by Cairn itself; leave it out",
         "rollout.sglang.api_key is a secret, and configurations are recorded with the run: leave it out",
+        *(f"rollout.sglang.{name} {advice}" for name, advice in RETIRED.items()),
     ]
 
 
