@@ -26,6 +26,7 @@ from cairn.engines.models.tokenizers import load_tokenizer
 from cairn.engines.processes.libraries import problems as variable_problems
 from cairn.engines.rollout.plan import NAMES, kind_of
 from cairn.engines.training.needs import advantage_needs, loss_needs
+from cairn.engines.training.options import config_problems
 from cairn.engines.training.options import problems as training_problems
 from cairn.engines.types.errors import BadModel
 from cairn.tasks.data.demonstrations import DemonstrationData
@@ -107,16 +108,16 @@ def portable_problems(config: RunConfig, note: Note = _ignore) -> list[str]:
     for sentence in (*_unread_server_options(config), *_unread_grader_options(config)):
         note(sentence)
     problems += [*placement_problems(config), *weight_problems(config)]
-    if config.training.engine == "megatron":
+    training = config.training
+    if training.engine == "megatron" or training.packs_rows:
         from cairn.engines.plan.tensors import config_of
-        from cairn.engines.training.megatron.options import model_problems
 
         relative = published_relative(Path(config.model.path).name)
         published = None if relative is None else published_config(relative)
         if published is None:
             note(f"model.path: there is no published model {Path(config.model.path).name!r} to check the layout with")
         else:
-            problems += model_problems(config.training, config_of(published).get_text_config())
+            problems += config_problems(training, config_of(published))
     return list(dict.fromkeys(problems))
 
 
