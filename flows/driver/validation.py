@@ -27,6 +27,7 @@ from cairn.engines.models.tokenizers import load_tokenizer
 from cairn.engines.processes.libraries import problems as variable_problems
 from cairn.engines.rollout.plan import NAMES, kind_of
 from cairn.engines.training.needs import advantage_needs, loss_needs
+from cairn.engines.training.options import config_problems
 from cairn.engines.training.options import problems as training_problems
 from cairn.engines.types.errors import BadModel
 from cairn.tasks.data.demonstrations import DemonstrationData
@@ -108,15 +109,15 @@ def portable_problems(config: RunConfig, note: Note = _ignore) -> list[str]:
     for sentence in (*_unread_server_options(config), *_unread_grader_options(config)):
         note(sentence)
     problems += [*placement_problems(config), *weight_problems(config)]
-    if config.training.engine == "megatron":
+    training = config.training
+    if training.engine == "megatron" or training.packs_rows:
         from cairn.engines.plan.published import published_model
-        from cairn.engines.training.megatron.options import model_problems
 
         relative = published_relative(Path(config.model.path).name)
         if relative is None:
             note(f"model.path: there is no published model {Path(config.model.path).name!r} to check the layout with")
         else:
-            problems += model_problems(config.training, published_model(relative).config)
+            problems += config_problems(training, published_model(relative).config)
     return list(dict.fromkeys(problems))
 
 

@@ -12,6 +12,7 @@ from cairn.engines.plan.ranks import adapter_size, is_trained, optimizer_share_o
 from cairn.engines.plan.rates import bubble, model_size
 from cairn.engines.plan.serving import serving_problems
 from cairn.engines.training.needs import has_critic, scores_needed
+from cairn.engines.training.options import config_problems
 from cairn.flows.plan.host import host_rows
 from cairn.flows.plan.memory import (
     EngineMemory,
@@ -213,10 +214,7 @@ def layout_problems(subject: Subject) -> Iterator[str]:
     config, model = subject.config, subject.model
     yield from placement_problems(config)
     yield from weight_problems(config)
-    if config.training.engine == "megatron":
-        from cairn.engines.training.megatron.options import model_problems
-
-        yield from model_problems(config.training, model.config)
+    yield from config_problems(config.training, model.config)
     context, lengths = context_length(model.config), subject.lengths
     if lengths.longest > context:
         yield (

@@ -68,6 +68,11 @@ def _changes(config: RunConfig) -> Iterator[Change]:
         yield {"training.micro_batch_size": 1}
     if training.engine == "megatron":
         yield from _megatron_changes(config, machine)
+    elif not config.data.has_images:
+        size = training.context_parallel_size * 2
+        while size <= min(machine, training.world_size):
+            yield {"training.context_parallel_size": size}
+            size *= 2
     for times in (2, 4, 8, 16):
         yield more_ranks(config, times)
     gpus = int(rollout.num_gpus_per_engine)

@@ -30,6 +30,9 @@ PACKED_ATTENTION = "cairn_packed"
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers, as in a config's `layer_types`, in which a token depends on others by attention alone."""
 
+_SCALED_BY_LENGTH = frozenset({"dynamic", "longrope"})
+"""Kinds of rotary embeddings whose frequencies depend on the largest position of a forward pass."""
+
 
 class Segments:
     """Samples of a packed row."""
@@ -65,24 +68,29 @@ def packing_problems(path: str, ranks: int) -> Iterator[str]:
         config = check_model_folder(path)
     except BadModel:  # reported where folders are checked
         return
-    option = "sequence_packing" if ranks == 1 else "context_parallel_size"
-    if why := _unpackable(config):
-        yield f"training.{option} needs attention that keeps samples apart, and {why} (model in {path}): leave it out"
-    heads = config.get_text_config().num_attention_heads
-    if heads % ranks:
-        yield (
-            f"training.context_parallel_size is {ranks}, which must divide the {heads} attention heads of the model "
-            f"in {path}"
-        )
+    for problem in model_problems(config, ranks):
+        yield f"{problem} (model in {path})"
 
 
-def _unpackable(config: PretrainedConfig) -> str | None:
+def model_problems(config: PretrainedConfig, ranks: int) -> Iterator[str]:
+    """Yield the same of a model's config, or of that of its language part."""
+    text, option = config.get_text_config(), "sequence_packing" if ranks == 1 else "context_parallel_size"
+    if why := _unpackable(config, text):
+        yield f"training.{option} needs attention that keeps samples apart, and {why}: leave it out"
+    elif text.num_attention_heads % ranks:
+        yield f"training.context_parallel_size is {ranks}, which must divide {text.num_attention_heads} attention heads"
+
+
+def _unpackable(config: PretrainedConfig, text: PretrainedConfig) -> str | None:
     """Return why a model's tokens depend on others in a way that `packed_attention` does not know; None if not so."""
-    text, kind = config.get_text_config(), model_class(config)._model_mapping[type(config)]
     if others := {*(getattr(text, "layer_types", None) or ())} - _LAYERS:
         return f"{text.model_type} has layers of kind {', '.join(sorted(others))}"
-    if kind._is_stateful or not (kind._supports_attention_backend and kind._supports_flash_attn):
+    kind = model_class(config)._model_mapping.get(type(config), None)
+    if kind is not None and (kind._is_stateful or not (kind._supports_attention_backend and kind._supports_flash_attn)):
         return f"that of {text.model_type} is its own"
+    rotary = getattr(text, "rope_parameters", None) or {}
+    if {one.get("rope_type") for one in (rotary, *rotary.values()) if isinstance(one, dict)} & _SCALED_BY_LENGTH:
+        return f"{text.model_type} scales positions by the longest sample of a pass"
     if getattr(text, "attn_logit_softcapping", None):
         return f"that of {text.model_type} caps its scores"
     return None

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch.multiprocessing import ProcessRaisedException
+from transformers import AutoConfig
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.training.torch.attention import packing_problems
+from cairn.engines.training.torch.attention import model_problems, packing_problems
 from cairn.engines.types.types import TrainBatch
 from tests.architectures import ARCHITECTURES, VOCABULARY, Architecture, architecture
 from tests.engines.training.builders import make_batch, make_engine, weights_of
@@ -133,8 +134,22 @@ def test_updates_after_a_kill_end_in_the_bits_of_uninterrupted_ones(work: Path) 
     assert (work / "after the kill").read_text() == (work / "straight").read_text()
 
 
+def test_models_whose_samples_depend_on_their_row_are_named() -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    reasons: list[tuple[str, dict[str, Any], str]] = [
+        ("llama4_text", {}, "has layers of kind chunked_attention"),
+        ("gemma2", {}, "caps its scores"),
+        ("mamba2", {}, "has layers of kind mamba"),
+        ("bloom", {}, "is its own"),
+        ("llama", {"rope_parameters": dynamic}, "scales positions by the longest sample of a pass"),
+    ]
+    for kind, options, reason in reasons:
+        problems = list(model_problems(AutoConfig.for_model(kind, **options), 1))
+        assert [reason in problem for problem in problems] == [True], (kind, problems)
+
+
 def test_heads_that_ranks_cannot_divide_are_named(tmp_path: Path) -> None:
     folder = architecture("qwen3").save(tmp_path / "model")
     assert list(packing_problems(str(folder), 2)) == []
     (problem,) = packing_problems(str(folder), 3)
-    assert "context_parallel_size is 3, which must divide the 4 attention heads" in problem
+    assert "context_parallel_size is 3, which must divide 4 attention heads" in problem

@@ -59,6 +59,23 @@ def test_the_whole_run_is_told_in_hours_and_money(recipe: Path) -> None:
     assert f"100 iterations, {hours:.1f} h, {8 * hours:,.0f} GPU-hours, price {20 * hours:,.0f}" in line
 
 
+def test_ranks_that_share_sequences_divide_the_activations_of_the_torch_engine(recipe: Path) -> None:
+    values = yaml.safe_load(recipe.read_text())
+    kept = ("world_size", "num_gpus_per_rank", "global_batch_size", "num_steps_per_rollout")
+    own = {name: value for name, value in values["training"].items() if name in kept}
+    values["training"] = {**own, "engine": "torch", "dtype": "bfloat16", "micro_batch_size": 1}
+    recipe.write_text(yaml.safe_dump(values))
+
+    def activations(ranks: int) -> float:
+        found = json.loads(plan(recipe, "--set", f"training.context_parallel_size={ranks}", "--json").stdout)
+        rows: list[dict[str, Any]] = found["memory"][0]["rows"]
+        return next(float(row["bytes"]) for row in rows if row["what"] == "activations")
+
+    assert activations(2) == pytest.approx(activations(1) / 2, rel=1e-3)
+    problems = json.loads(plan(recipe, "--set", "training.context_parallel_size=4", "--json").stdout)["problems"]
+    assert problems == []
+
+
 def test_what_does_not_fit_ends_with_1_and_every_remedy_fits(recipe: Path) -> None:
     too_much = ("--set", "training.max_tokens_per_gpu=262144", "--json")
     result = plan(recipe, *too_much)
