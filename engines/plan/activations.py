@@ -128,14 +128,11 @@ def _attention(model: Model, layer: Layer, kernels: Kernels, size: int, norm: in
 
 def _norms_of_heads(model: Model) -> int:
     """Return how many scales the query and key norms retain for a token; 0 where there are no such norms."""
-    names = [tensor.name for tensor in model.tensors if tensor.layer == _first_full(model)]
+    full = next((number for number, layer in enumerate(model.layers) if layer.attention != "linear"), 0)
+    names = [tensor.name for tensor in model.tensors if tensor.layer == full]
     if not any(name.endswith("q_norm.weight") for name in names):
         return 0
     return model.heads + model.kv_heads
-
-
-def _first_full(model: Model) -> int:
-    return next((number for number, layer in enumerate(model.layers) if layer.attention != "linear"), 0)
 
 
 def _is_gated(model: Model) -> bool:
@@ -192,7 +189,9 @@ def stage_activations(
     size, options = bytes_of(training.dtype), training.megatron
     around = training.tensor_model_parallel_size if options.get("sequence_parallel") else 1
     entry = tokens * model.config.hidden_size * size / around
-    each = [tokens * layer_bytes(model, model.layers[layer], training, longest) for layer in layers]
+    kinds = dict.fromkeys(model.layers[layer] for layer in layers)
+    of_kind = {kind: tokens * layer_bytes(model, kind, training, longest) for kind in kinds}
+    each = [of_kind[model.layers[layer]] for layer in layers]
     under_way = micro_batches_in_flight(training, stage, micro_batches)
     granularity = "full" if training.gradient_checkpointing else options.get("recompute_granularity")
     if granularity != "full":  # selective recomputation covers only attention's scores, which are never retained

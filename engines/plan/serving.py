@@ -83,8 +83,8 @@ def default_static_fraction(memory: float, serving: Serving, options: Mapping[st
 
     The fraction is what remains of a GPU's memory after 1.5 MiB for each token of a prefill chunk, 2 MiB for each
     sample of the largest decoding graph, which `max_running_requests` limits, and more for ranks and for data-parallel
-    attention. On GPUs above 60 GiB at least 10 GiB stay free. SGLang also counts the graphs of prefill; this function
-    does not.
+    attention. On GPUs above 60 GiB at least 10 GiB stay free. The graphs of DeepEP take 2 GiB. SGLang also counts the
+    graphs of prefill; this function does not.
 
     Args:
         memory: bytes of a GPU.
@@ -108,6 +108,8 @@ def default_static_fraction(memory: float, serving: Serving, options: Mapping[st
         reserved += batch * serving.data * (4.5 if batch > 300 else 3)
     if gpu > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
+    if options.get("moe_a2a_backend") == "deepep" and not options.get("disable_cuda_graph"):
+        reserved += 2 * 1024
     return round((gpu - reserved) / gpu, 3)
 
 

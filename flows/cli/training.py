@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from cairn.configs.schema.run import RunConfig
     from cairn.flows.deployments.up import Up
+    from cairn.flows.driver.portable import Note
     from cairn.flows.reading.views import RunStatus
     from cairn.storage.ledger.ledger import Ledger
 
@@ -248,21 +249,16 @@ def validate(
     - `cairn validate my.yaml --no-files` where the model and the data are on another machine
     """
     from cairn.configs.loader import load
-    from cairn.flows.driver.length import with_length
-    from cairn.flows.driver.synthetic_calls import synthetic_call_problems
-    from cairn.flows.driver.validation import data_problems, portable_problems, setup_problems
 
     notes: list[str] = []
     try:
         config = load(recipe, overrides or [], notes.append)
-        if no_files:
-            problems = portable_problems(config, notes.append)
-        else:
-            problems = setup_problems(config, notes.append) or data_problems(config, notes.append)
-            problems = problems or synthetic_call_problems(config, notes.append)
-        if problems:
+        if problems := (_problems_without_files if no_files else _problems)(config, notes.append):
             raise ConfigError(problems)
-        config = config if no_files else with_length(config)
+        if not no_files:
+            from cairn.flows.driver.length import with_length
+
+            config = with_length(config)
     except ConfigError as error:
         if not json:
             for note in notes:
@@ -272,6 +268,19 @@ def validate(
         raise typer.Exit(BAD_INPUT) from None
     resolved = config.model_dump(mode="json")
     return Shown({"valid": True, "config": resolved, "notes": notes}, _resolved(recipe, config, resolved, notes))
+
+
+def _problems_without_files(config: "RunConfig", note: "Note") -> list[str]:
+    from cairn.flows.driver.portable import portable_problems
+
+    return portable_problems(config, note)
+
+
+def _problems(config: "RunConfig", note: "Note") -> list[str]:
+    from cairn.flows.driver.synthetic_calls import synthetic_call_problems
+    from cairn.flows.driver.validation import data_problems, setup_problems  # PyTorch takes seconds to import
+
+    return setup_problems(config, note) or data_problems(config, note) or synthetic_call_problems(config, note)
 
 
 def _resolved(recipe: Path, config: "RunConfig", resolved: Mapping[str, Any], notes: Sequence[str]) -> Iterator[str]:

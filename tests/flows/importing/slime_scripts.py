@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cairn.configs.errors import BadInput
 from cairn.configs.loader import load
-from cairn.flows.driver.validation import portable_problems
+from cairn.flows.driver.portable import portable_problems
 from cairn.flows.importing.opening import recipe_of
 from cairn.flows.plan.planning import plan_recipe
 from cairn.flows.plan.subject import Plan

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from cairn.configs.loader import load
-from cairn.flows.driver.validation import portable_problems
+from cairn.flows.driver.portable import portable_problems
 from cairn.flows.importing.draft import Draft
 from cairn.flows.importing.opening import recipe_of
 from tests.commands import cairn
