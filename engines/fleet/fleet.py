@@ -135,8 +135,6 @@ class Fleet:
             config = _without_sharing(config)
         if trains_only:
             config = _without_reward_model(config)
-        if samples_only:
-            config = _with_weights_of_their_own(config)
         plan = LaunchPlan(())
         if config.needs_rollout_engines and not trains_only:
             plan = kind_of(config.rollout.engine).plan(config.rollout, config.fleet.offloads_rollout)
@@ -425,14 +423,10 @@ def _on_the_cluster_of_this_machine(config: RunConfig) -> RunConfig:
 
 def _without_sharing(config: RunConfig) -> RunConfig:
     """Return the configuration for a fleet in which the training engine and the others share no GPUs and exchange no
-    weights."""
+    weights: rollout engines sample with those of the folder that they load."""
     apart = {"colocate": False, "offload_train": False, "offload_rollout": False, "update_weight_transport": "tensor"}
-    return config.model_copy(update={"fleet": config.fleet.model_copy(update=apart)})
-
-
-def _with_weights_of_their_own(config: RunConfig) -> RunConfig:
-    """Return the configuration for rollout engines that sample with the weights of the folder that they load."""
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"model_path": None})})
+    fleet, rollout = config.fleet.model_copy(update=apart), config.rollout.model_copy(update={"model_path": None})
+    return config.model_copy(update={"fleet": fleet, "rollout": rollout})
 
 
 def _without_reward_model(config: RunConfig) -> RunConfig:

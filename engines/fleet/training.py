@@ -74,7 +74,9 @@ class TrainingHandle(ModelHandle):
         total_steps: int,
         model_digests: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(name, actors, config.fleet, config.model.folders, model_digests or {})
+        self._served, name_of_digest = served_model(config)
+        folders = config.model.folders | {name_of_digest: self._served}
+        super().__init__(name, actors, config.fleet, folders, model_digests or {})
         self._config = config
         self._total_steps = total_steps
         self._timeout = config.training.timeout
@@ -199,7 +201,7 @@ class TrainingHandle(ModelHandle):
         if len(self._actors) > 1:
             store_address = self.call(None, TrainingRank.listen).result(deadline)
         arguments = (config.model, config.algorithm, config.rollout.rollout_temperature)
-        served = served_model(config)[0] if kind_of(config.rollout.engine).holds_as_stored else None
+        served = self._served if kind_of(config.rollout.engine).holds_as_stored else None
         calls = [
             self.call_one(actor, TrainingRank.start, *arguments, self._total_steps, rank, store_address, served)
             for rank, actor in enumerate(self._actors)

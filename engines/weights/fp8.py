@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from cairn.engines.models.folders import open_weights, parameter_names
+from cairn.engines.models.folders import check_model_folder, open_weights, parameter_names
 from cairn.engines.models.quantized import BlockFp8, Dequantized, quantization_of
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -30,6 +30,7 @@ class Fp8Weights:
     @classmethod
     def of(cls, folder: str | Path) -> "Fp8Weights | None":
         """Return the FP8 weights of a folder; None where it has none. Raises BadModel."""
+        check_model_folder(folder)
         scheme = quantization_of(Path(folder))
         if not isinstance(scheme, BlockFp8):
             return None

@@ -102,6 +102,7 @@ ADDRESSES: list[tuple[str, dict[str, Any]]] = [
         {"eval": {"eval_interval": 1, "benchmarks": [{"name": "b", "path": "{}", "max_response_len": 8}]}},
     ),
     ("model.path", {"model": {"path": "{}"}}),
+    ("rollout.model_path", {"rollout": {"engine": "sglang", "model_path": "{}"}}),
 ]
 
 

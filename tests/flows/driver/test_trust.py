@@ -53,6 +53,7 @@ REFUSED: list[tuple[str, dict[str, dict[str, Any]]]] = [
     ("rollout.tools", {"rollout": {"tools": ["/somewhere/evil.py:tool"]}}),
     ("model.path", {"model": {"path": "{store}/evals/model"}}),
     ("tracking.tensorboard_dir", {"tracking": {"tensorboard_dir": "{store}/evals/x"}}),
+    ("rollout.model_path", sglang(model_path="{store}/evals/model")),
     ("rollout.sglang", sglang(sglang={"trust_remote_code": True})),
     ("rollout.sglang", sglang(sglang={"hicache_storage_backend": "dynamic"})),
     ("rollout.sglang", sglang(sglang={"model_impl": "transformers"})),
