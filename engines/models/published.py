@@ -15,6 +15,18 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 _ROUTER_BIAS = "e_score_correction_bias"
+_PUBLISHED_ROUTER_BIAS = ".ffn.gate.bias"
+"""Suffix of its name in the files of DeepSeek V4."""
+
+_RENAMED = {
+    "deepseek_v4": (
+        (r"^model\.embed_tokens\.", "embed."),
+        (r"^model\.hc_head\.hc_", "hc_head_"),
+        (r"\.attn\.norm\.", ".attn.kv_norm."),
+        (r"^model\.", ""),
+    ),
+}
+"""Substitutions, by model type, that make the published names of those that the library writes. It reads both."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +54,7 @@ def is_exact(name: str) -> bool:
 
     This is the bias by which a router chooses experts: rounding it would change the choice.
     """
-    return name.endswith(_ROUTER_BIAS)
+    return name.endswith((_ROUTER_BIAS, _PUBLISHED_ROUTER_BIAS))
 
 
 def saved_buffers(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -65,6 +77,17 @@ class _Views(TorchFunctionMode):
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
+def writes_other_names(model: PreTrainedModel) -> bool:
+    """Whether the library writes weights of this model under other names than the published ones."""
+    return model.config.model_type in _RENAMED
+
+
+def _published_name(model: PreTrainedModel, name: str) -> str:
+    for pattern, replacement in _RENAMED.get(model.config.model_type, ()):
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 def published_parts(
     model: PreTrainedModel, named_tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, tuple[Part, ...]]:
@@ -78,7 +101,9 @@ def published_parts(
         reverted = revert_weight_conversion(model, dict(outlines))
     for name, weight in reverted.items():
         whole = weight if weight._base is None else weight._base
-        parts.setdefault(id(whole), []).append(Part(name, int(weight.storage_offset()), weight.shape))
+        parts.setdefault(id(whole), []).append(
+            Part(_published_name(model, name), int(weight.storage_offset()), weight.shape)
+        )
     return {name: tuple(parts.get(id(outline), [Part(name, 0, outline.shape)])) for name, outline in outlines.items()}
 
 
