@@ -223,7 +223,7 @@ ARCHITECTURES = (
             "n_group": 1,
             "topk_group": 1,
             "index_topk": 16,
-            "index_n_heads": 8,
+            "index_n_heads": 32,  # with few, a ReLU makes scores of some keys 0, and equal keys are chosen by chance
             "index_head_dim": 16,
             "indexer_types": ["full", "shared"] * 2,
         },

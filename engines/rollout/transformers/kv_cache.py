@@ -79,7 +79,7 @@ class _AttentionStep(CacheLayerMixin):
     def get_seq_length(self) -> int:
         return self._slots.length
 
-    def get_max_cache_shape(self) -> int:
+    def get_max_length(self) -> int:
         return self._stores[0].shape[2]
 
 
@@ -96,14 +96,14 @@ class _LinearStep(LinearAttentionCacheLayerMixin):
 
     def __init__(self, stores: Sequence[torch.Tensor], heads: Sequence[int | None], slots: Slots) -> None:
         super().__init__()
-        self.conv_states, self.recurrent_states = (store[: slots.rows] for store in stores)
-        self.has_previous_state = True  # before the first token it is zeros
+        self.conv_states[0], self.recurrent_states[0] = (store[: slots.rows] for store in stores)
+        self.has_previous_state[0] = True  # before the first token it is zeros
 
-    def update_conv_state(self, conv_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise NotImplementedError("a step of one token replaces the convolution's inputs in place")
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return cast(torch.Tensor, self.recurrent_states).copy_(recurrent_states)
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return cast(torch.Tensor, self.recurrent_states[0]).copy_(recurrent_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("the stores exist before the first step")
@@ -139,15 +139,17 @@ def _with_indexer(layer: DynamicIndexedLayer) -> tuple[torch.Tensor, ...]:
     return _keys_and_values(layer) + (() if keys is None else (keys.unsqueeze(1),))
 
 
-def _states(layer: Any) -> tuple[torch.Tensor, ...]:
-    return layer.conv_states, layer.recurrent_states
+def _states(layer: LinearAttentionLayer) -> tuple[torch.Tensor, ...]:
+    """Return both states; nothing where the model does not fill such a cache."""
+    convolution, recurrent = layer.conv_states[0], layer.recurrent_states[0]
+    return () if convolution is None or recurrent is None else (convolution, recurrent)
 
 
 _ATTENTION = LayerKind(DynamicLayer, _keys_and_values, True, _AttentionStep)
 KINDS = {
     "full_attention": _ATTENTION,
     "sliding_attention": _ATTENTION,
-    "deepseek_sparse_attention": LayerKind(DynamicIndexedLayer, _with_indexer, True, _IndexedStep),
+    "indexed_attention": LayerKind(DynamicIndexedLayer, _with_indexer, True, _IndexedStep),
     "linear_attention": LayerKind(LinearAttentionLayer, _states, False, _LinearStep),
 }
 """Kinds of layers, by the names of `config.layer_types`."""
