@@ -56,8 +56,8 @@ DEEPSEEK: dict[str, Any] = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "top
 GROUPS: dict[str, Any] = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
 """Experts in groups, of which the best two experts of each decide which groups are chosen from."""
 
-INDEXER: dict[str, Any] = {"index_topk": 16, "index_n_heads": 16, "index_head_dim": 16}
-"""Sparse attention. With fewer heads, keys whose scores are exactly 0 would tie."""
+INDEXER: dict[str, Any] = {"index_topk": 16, "index_n_heads": 32, "index_head_dim": 16}
+"""Sparse attention. With few heads, a ReLU makes scores of some keys 0, and equal keys are chosen by chance."""
 
 SOFTMAX: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 

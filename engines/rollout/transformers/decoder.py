@@ -222,6 +222,11 @@ class Decoder:
         """Recorder of the experts that the model chooses."""
         self._example, _ = self.forward_prompts(torch.zeros(1, 1, dtype=torch.int64))
         self.cache = KVCache(self._example, self._kinds)
+        if not self.cache.stores:
+            raise BadModel(
+                f"Model type {model.config.model_type} does not use the library's cache, which the transformers "
+                "rollout engine needs: use another model."
+            )
         self.sees_images = sees_images(model.config)
         windows = _windows(model.config.get_text_config(), layer_types)
         step = DecodingStep(model, windows, self.cache.layers, self.routes)

@@ -160,15 +160,14 @@ class _LinearStep(LinearAttentionCacheLayerMixin):
 
     def __init__(self, stores: Sequence[torch.Tensor], heads: Sequence[int | None], slots: Slots) -> None:
         super().__init__()
-        convolution, recurrent = (store[: slots.rows] for store in stores)
-        self.conv_states, self.recurrent_states = {0: convolution}, {0: recurrent}
-        self.has_previous_state = {0: True}  # before the first token it is zeros
+        self.conv_states[0], self.recurrent_states[0] = (store[: slots.rows] for store in stores)
+        self.has_previous_state[0] = True  # before the first token it is zeros
 
     def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise NotImplementedError("a step of one token replaces the convolution's inputs in place")
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.recurrent_states[0].copy_(recurrent_states)
+        return cast(torch.Tensor, self.recurrent_states[0]).copy_(recurrent_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("the stores exist before the first step")
@@ -209,8 +208,10 @@ def _with_inputs(layer: Any) -> tuple[torch.Tensor, ...]:
     return layer.keys, *(states.unsqueeze(1) for states in layer.inputs)
 
 
-def _states(layer: Any) -> tuple[torch.Tensor, ...]:
-    return layer.conv_states[0], layer.recurrent_states[0]
+def _states(layer: LinearAttentionLayer) -> tuple[torch.Tensor, ...]:
+    """Return both states; nothing where the model does not fill such a cache."""
+    convolution, recurrent = layer.conv_states[0], layer.recurrent_states[0]
+    return () if convolution is None or recurrent is None else (convolution, recurrent)
 
 
 _ATTENTION = LayerKind(DynamicLayer, _keys_and_values, True, _AttentionStep)
