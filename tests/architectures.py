@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 VOCABULARY = 320
@@ -55,8 +56,8 @@ DEEPSEEK: dict[str, Any] = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "top
 GROUPS: dict[str, Any] = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
 """Experts in groups, of which the best two experts of each decide which groups are chosen from."""
 
-INDEXER: dict[str, Any] = {"index_topk": 16, "index_n_heads": 16, "index_head_dim": 16}
-"""Sparse attention. With fewer heads, keys whose scores are exactly 0 would tie."""
+INDEXER: dict[str, Any] = {"index_topk": 16, "index_n_heads": 32, "index_head_dim": 16}
+"""Sparse attention. With few heads, a ReLU makes scores of some keys 0, and equal keys are chosen by chance."""
 
 SOFTMAX: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
@@ -121,7 +122,9 @@ class Architecture:
         model = AutoModelForCausalLM.from_config(self.make_config(), dtype=torch.float32)
         with torch.no_grad():
             for name, value in model.state_dict().items():
-                if "norm" in name or value.dim() == 1:
+                if name.endswith("tid2eid"):  # experts by a token's id
+                    value.copy_(torch.rand(len(value), model.config.n_routed_experts).topk(value.shape[1]).indices)
+                elif "norm" in name or value.dim() == 1:
                     value.add_(torch.randn_like(value) * 0.1)
             model.get_input_embeddings().weight[0].normal_(std=0.1)  # of padding, which an indexer's scores would tie
         return model.eval()
@@ -129,7 +132,16 @@ class Architecture:
     def save(self, folder: Path, seed: int = 0) -> Path:
         """Write a model folder, weights named as published ones."""
         self.make(seed).save_pretrained(folder)
+        if self.model_type == "deepseek_v4":  # which the library writes otherwise than it is published
+            weights = load_file(folder / "model.safetensors")
+            save_file({_published(name): weight for name, weight in weights.items()}, folder / "model.safetensors")
         return folder
+
+
+def _published(name: str) -> str:
+    """As DeepSeek V4's own code has it (`embed`, `hc_head_fn`, `layers.0.attn.kv_norm`)."""
+    name = name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+    return name.replace(".attn.norm.", ".attn.kv_norm.")
 
 
 ARCHITECTURES = (
@@ -237,6 +249,30 @@ ARCHITECTURES = (
         "deepseek_v32",
         "DeepSeek V3.2",
         {**LATENT, **SIGMOID, **DEEPSEEK, **GROUPS, **INDEXER, "rope_parameters": YARN},
+        named=False,
+    ),
+    Architecture(
+        "deepseek_v4",
+        "deepseek_v4",
+        "DeepSeek V4",
+        {
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "partial_rotary_factor": 0.5,
+            "q_lora_rank": 24,
+            "o_groups": 2,
+            "o_lora_rank": 8,
+            "num_experts_per_tok": 3,
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 32,
+            "mlp_layer_types": ["hash_moe"] + ["moe"] * 5,
+            "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"] * 2,
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+            "sliding_window": 16,
+            **INDEXER,
+            "index_topk": 4,
+        },
         named=False,
     ),
 )

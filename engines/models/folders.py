@@ -183,6 +183,8 @@ def _load(
             f"Model folder {path} lacks the weights {_some(sorted(missing))}: copy the folder again, "
             "or correct its config.json."
         )
+    for parameter in model.parameters():  # of which the library keeps some in float32 that it does not compute with
+        parameter.data = parameter.data.to(dtype)
     _restore_exact(model, Path(path))
     return cast(PreTrainedModel, model.to(device).eval())
 

@@ -5,16 +5,29 @@ of a layer. Trainers publish weights in the form of the files, so that every rol
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 _ROUTER_BIAS = "e_score_correction_bias"
+_PUBLISHED_ROUTER_BIAS = ".ffn.gate.bias"
+"""Suffix of its name in the files of DeepSeek V4."""
+
+_RENAMED = {
+    "deepseek_v4": (
+        (r"^model\.embed_tokens\.", "embed."),
+        (r"^model\.hc_head\.hc_", "hc_head_"),
+        (r"\.attn\.norm\.", ".attn.kv_norm."),
+        (r"^model\.", ""),
+    ),
+}
+"""Substitutions, by model type, that make the published names of those that the library writes. It reads both."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,7 @@ def is_exact(name: str) -> bool:
 
     This is the bias by which a router chooses experts: rounding it would change the choice.
     """
-    return name.endswith(_ROUTER_BIAS)
+    return name.endswith((_ROUTER_BIAS, _PUBLISHED_ROUTER_BIAS))
 
 
 def saved_buffers(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -56,13 +69,15 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *saved_buffers(model))}
 
 
-class _Views(TorchFunctionMode):
-    """Keeps parts of tensors views of them: within, `contiguous` returns its argument."""
+def writes_other_names(model: PreTrainedModel) -> bool:
+    """Whether the library writes weights of this model under other names than the published ones."""
+    return model.config.model_type in _RENAMED
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+
+def _published_name(model: PreTrainedModel, name: str) -> str:
+    for pattern, replacement in _RENAMED.get(model.config.model_type, ()):
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def published_parts(
@@ -74,12 +89,34 @@ def published_parts(
     """
     outlines = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named_tensors}
     parts: dict[int, list[Part]] = {}
-    with _Views():
-        reverted = revert_weight_conversion(model, dict(outlines))
-    for name, weight in reverted.items():
+    with _SlicesStayViews():
+        weights = revert_weight_conversion(model, dict(outlines))
+    for name, weight in weights.items():
         whole = weight if weight._base is None else weight._base
-        parts.setdefault(id(whole), []).append(Part(name, int(weight.storage_offset()), weight.shape))
+        if weight.is_contiguous():
+            parts.setdefault(id(whole), []).append(
+                Part(_published_name(model, name), int(weight.storage_offset()), weight.shape)
+            )
     return {name: tuple(parts.get(id(outline), [Part(name, 0, outline.shape)])) for name, outline in outlines.items()}
+
+
+def keep_conversions(model: Any) -> None:
+    """Store in a model that was made from its config how the names and parts of its weight files follow from its own.
+
+    The library does so for models that it loads. For others it goes by the name of the class, which sharding changes.
+    """
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = [each for each in conversions if not isinstance(each, PrefixChange)] or None
+
+
+class _SlicesStayViews(TorchFunctionMode):
+    """Lets the library cut tensors without copies, so that each part tells where it comes from. Transposed tensors are
+    copied."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.contiguous and [*args[0].stride()] == sorted(args[0].stride(), reverse=True):
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def published_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -186,7 +186,7 @@ class RouteReplay:
             return
         mode = self._running.pop()
         mode.__exit__(None, None, None)
-        if output is not None and mode.differing is None:
+        if output is not None and mode.differing is None and not _follow_from_tokens(block):
             raise EngineError(
                 f"The router of {type(block).__name__} does not choose its experts by topk: the choices of the rollout "
                 "cannot be passed to it. Leave algorithm.use_rollout_routing_replay out."
@@ -218,6 +218,12 @@ def _num_experts(module: Any) -> int | None:
     experts = getattr(module, "experts", None)
     count = getattr(experts, "num_experts", None) if isinstance(experts, torch.nn.Module) else None
     return count if isinstance(count, int) else None
+
+
+def _follow_from_tokens(block: Any) -> bool:
+    """Whether a mixture takes its experts from a table of token ids (DeepSeek V4's first layers), so that the trainer's
+    are the rollout's."""
+    return hasattr(getattr(block, "gate", None), "tid2eid")
 
 
 def _without_memory(config: PretrainedConfig) -> PreTrainedModel:

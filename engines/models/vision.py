@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedModel
+from transformers.image_processing_backends import PilBackend
 from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
@@ -244,7 +245,9 @@ def _patches(folder: str, image: Image) -> tuple[np.ndarray, list[int]]:
     """Return the patches [p, values] float32 of an image, and its grid (1, rows, columns)."""
     processor = image_processor(folder)
     pixels = processor.process_image(decode(image.data), do_convert_rgb=processor.do_convert_rgb)
-    pixels = processor.resize(pixels, SizeDict(height=image.height, width=image.width), resample=processor.resample)
+    # The processor's own `resize` chooses the size.
+    size = SizeDict(height=image.height, width=image.width)
+    pixels = PilBackend.resize(processor, pixels, size, resample=processor.resample)
     features = processor.preprocess(
         [pixels], do_resize=False, do_convert_rgb=False, input_data_format="channels_first", return_tensors="np"
     )

@@ -18,11 +18,16 @@ from cairn.engines.types.errors import BadModel
 def model_of(config: PretrainedConfig) -> Model:
     """Return the causal language model of a config, with its tensors.
 
-    Raises BadModel where the library cannot make it, or where it reads images.
+    Raises BadModel where the library cannot make it, or where it has parts that the plan does not include.
     """
     if sees_images(config):
         raise BadModel(f"a {config.model_type} reads images, whose memory and time the plan does not include")
     text = config.get_text_config()
+    if getattr(text, "compress_rates", None):
+        raise BadModel(
+            f"a {text.model_type} has hyper-connections and compressed attention, whose memory and time the plan does "
+            "not include"
+        )
     try:
         with torch.device("meta"):
             made: Any = AutoModelForCausalLM.from_config(text)

@@ -44,4 +44,4 @@ def checksums_as(folder: Path, files: Iterable[Path], dtype: torch.dtype) -> Ite
 
 
 def _rounded(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor if is_exact(name) else tensor.to(dtype)
+    return tensor if is_exact(name) or not tensor.is_floating_point() else tensor.to(dtype)

@@ -32,11 +32,14 @@ from cairn.engines.models.routing import RouteRecorder
 from cairn.engines.rollout.requests import sees_no_images
 from cairn.engines.rollout.transformers.kv_cache import (
     ALIGNMENT,
+    COMPRESSED,
+    COMPRESSED_ATTENTION,
     KINDS,
     SLOT_ATTENTION,
     KVCache,
     Layer,
     StepCache,
+    kinds_of,
     prompt_cache,
     round_up,
     segmented,
@@ -209,14 +212,21 @@ class Decoder:
         uneven = [width for width in widths if width % VECTORS and width >= NARROWEST]
         self._padding = -(-(VECTORS - 1) // min(uneven)) if uneven else 0
         layer_types = _layer_types(model.config.get_text_config())
-        self._kinds = [KINDS[layer_type] for layer_type in layer_types]
+        self._kinds = kinds_of(model.config.get_text_config(), layer_types)
         # An indexer's selection reaches attention as a mask only where the library knows its implementation.
         if model.config._attn_implementation == "sdpa" and not _SPARSE & {*layer_types}:
             model.set_attn_implementation(SLOT_ATTENTION)
+        if COMPRESSED & {*layer_types}:
+            model.set_attn_implementation(COMPRESSED_ATTENTION)
         self.routes = RouteRecorder(model)
         """Recorder of the experts that the model chooses."""
         self._example, _ = self.forward_prompts(torch.zeros(1, 1, dtype=torch.int64))
         self.cache = KVCache(self._example, self._kinds)
+        if not self.cache.stores:
+            raise BadModel(
+                f"Model type {model.config.model_type} does not use the library's cache, which the transformers "
+                "rollout engine needs: use another model."
+            )
         self.sees_images = sees_images(model.config)
         windows = _windows(model.config.get_text_config(), layer_types)
         step = DecodingStep(model, windows, self.cache.layers, self.routes)
@@ -300,10 +310,10 @@ def _layer_types(config: PretrainedConfig) -> list[str]:
     window = getattr(config, "sliding_window", None)
     default = "full_attention" if window is None else "sliding_attention"
     layer_types = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
-    if unknown := {*layer_types} - {*KINDS}:
+    if unknown := {*layer_types} - {*KINDS, *COMPRESSED}:
         raise BadModel(
             f"Model type {config.model_type} has layers of kind {min(unknown)}, for which the transformers rollout "
-            f"engine has no cache: use a model whose layers are of {', '.join(KINDS)}."
+            f"engine has no cache: use a model whose layers are of {', '.join([*KINDS, *sorted(COMPRESSED)])}."
         )
     return layer_types
 
@@ -311,4 +321,5 @@ def _layer_types(config: PretrainedConfig) -> list[str]:
 def _windows(config: PretrainedConfig, layer_types: Sequence[str]) -> dict[str, int | None]:
     """Return the kinds of attention layers, with their sliding windows in tokens (None: unbounded)."""
     attention = {*layer_types} - {"linear_attention"}
-    return {kind: config.sliding_window if kind == "sliding_attention" else None for kind in sorted(attention)}
+    in_window = {"sliding_attention", *COMPRESSED}
+    return {kind: config.sliding_window if kind in in_window else None for kind in sorted(attention)}

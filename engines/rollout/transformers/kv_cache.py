@@ -9,11 +9,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -23,7 +24,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 # What the layers of a model store of a sample's tokens, by kind of layer: how it is read from a prefilled prompt, and
 # how the model's forward pass sees it when each slot takes one new token.
@@ -32,6 +33,7 @@ from transformers.masking_utils import sdpa_mask
 # |---|---|
 # | full or sliding attention | keys and values of every position |
 # | sparse attention | the same, and the indexer's keys |
+# | compressed attention (DeepSeek V4) | keys, and what is compressed into entries of several positions |
 # | linear attention (gated delta networks) | a state: the convolution's last inputs, and the recurrent one |
 #
 # Where every position is stored, a slot still holds what its sample began with, and padding on the right never enters
@@ -91,20 +93,81 @@ class _IndexedStep(_AttentionStep):
         return self._extend(2, indexer_key_states.unsqueeze(1)).squeeze(1)
 
 
+class _CompressedPrompt(DynamicLayer):
+    """The library's part of the cache of a layer with compressed attention, and the compressors' inputs at every
+    position.
+
+    The library stores compressed entries instead, which a prompt's padding would enter.
+    """
+
+    def __init__(self, rate: int) -> None:
+        super().__init__()
+        self._rate = rate
+        self.inputs: list[torch.Tensor] = []
+        """[P, S, size] of values and weights of the compressor, then of the indexer's."""
+
+    def store_compression_weights(
+        self, name: str, values: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        self.inputs += [values, weights]
+        return _whole_entries(self._rate, values, weights)
+
+    def update_overlap_state(self, *args: Any) -> tuple[None, None]:
+        return None, None
+
+    def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
+        return compressed
+
+
+class _CompressedStep(_AttentionStep):
+    """Keys of slots, and the compressors' inputs, all of which are compressed anew in each step: slots are at different
+    places of an entry."""
+
+    def __init__(self, rate: int, stores: Sequence[torch.Tensor], heads: Sequence[int | None], slots: Slots) -> None:
+        super().__init__(stores, heads, slots)
+        self._rate = rate
+
+    def update(self, key_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new keys [B, 1, 1, size], which are also values; return [B, 1, length, size] twice."""
+        keys = self._extend(0, key_states)
+        return keys, keys
+
+    def store_compression_weights(
+        self, name: str, values: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Write the new inputs [B, 1, size]; return those of all whole entries [B, positions, size], and the position
+        of the first."""
+        first = 1 if name == "compressor" else 3
+        extended = (
+            self._extend(first + part, new.unsqueeze(1)).squeeze(1) for part, new in enumerate((values, weights))
+        )
+        return _whole_entries(self._rate, *extended)
+
+    def update_overlap_state(self, *args: Any) -> tuple[None, None]:
+        return None, None
+
+    def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
+        return compressed
+
+
+def _whole_entries(rate: int, values: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    whole = values.shape[1] // rate * rate
+    return values[:, :whole], weights[:, :whole], 0
+
+
 class _LinearStep(LinearAttentionCacheLayerMixin):
     """The states of slots, which the layer replaces."""
 
     def __init__(self, stores: Sequence[torch.Tensor], heads: Sequence[int | None], slots: Slots) -> None:
         super().__init__()
-        convolution, recurrent = (store[: slots.rows] for store in stores)
-        self.conv_states, self.recurrent_states = {0: convolution}, {0: recurrent}
-        self.has_previous_state = {0: True}  # before the first token it is zeros
+        self.conv_states[0], self.recurrent_states[0] = (store[: slots.rows] for store in stores)
+        self.has_previous_state[0] = True  # before the first token it is zeros
 
     def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise NotImplementedError("a step of one token replaces the convolution's inputs in place")
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.recurrent_states[0].copy_(recurrent_states)
+        return cast(torch.Tensor, self.recurrent_states[0]).copy_(recurrent_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("the stores exist before the first step")
@@ -114,8 +177,8 @@ class _LinearStep(LinearAttentionCacheLayerMixin):
 class LayerKind:
     """Common properties of the layers of one kind."""
 
-    prefilled: type
-    """The library's cache of such a layer, for prompts."""
+    prefilled: Callable[[], Any]
+    """Function that returns the library's cache of such a layer, for prompts."""
     read: Callable[[Any], tuple[torch.Tensor, ...]]
     """Function that returns what a prefilled layer stores: each [P, heads, S, size] with every position, or [P, …] for
     a state."""
@@ -140,8 +203,15 @@ def _with_indexer(layer: DynamicIndexedLayer) -> tuple[torch.Tensor, ...]:
     return _keys_and_values(layer) + (() if keys is None else (keys.unsqueeze(1),))
 
 
-def _states(layer: Any) -> tuple[torch.Tensor, ...]:
-    return layer.conv_states[0], layer.recurrent_states[0]
+def _with_inputs(layer: Any) -> tuple[torch.Tensor, ...]:
+    """Return keys, and what is compressed."""
+    return layer.keys, *(states.unsqueeze(1) for states in layer.inputs)
+
+
+def _states(layer: LinearAttentionLayer) -> tuple[torch.Tensor, ...]:
+    """Return both states; nothing where the model does not fill such a cache."""
+    convolution, recurrent = layer.conv_states[0], layer.recurrent_states[0]
+    return () if convolution is None or recurrent is None else (convolution, recurrent)
 
 
 _ATTENTION = LayerKind(DynamicLayer, _keys_and_values, True, _AttentionStep)
@@ -152,6 +222,18 @@ KINDS = {
     "linear_attention": LayerKind(LinearAttentionLayer, _states, False, _LinearStep),
 }
 """Kinds of layers, by the names of `config.layer_types`."""
+COMPRESSED = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
+"""Further kinds, which depend on the config."""
+
+
+def kinds_of(config: PretrainedConfig, layer_types: Sequence[str]) -> list[LayerKind]:
+    """Return the kinds of a model's layers."""
+    rates = getattr(config, "compress_rates", None) or {}
+    compressed = {
+        name: LayerKind(partial(_CompressedPrompt, rate), _with_inputs, True, partial(_CompressedStep, rate))
+        for name, rate in rates.items()
+    }
+    return [{**KINDS, **compressed}[name] for name in layer_types]
 
 
 def prompt_cache(kinds: Sequence[LayerKind]) -> Cache:
@@ -373,5 +455,42 @@ def slot_attention(
     return output.transpose(1, 2), None
 
 
+COMPRESSED_ATTENTION = "cairn_compressed"
+"""Name of this function in transformers."""
+
+
+def compressed_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the library's own attention of DeepSeek V4 to keys, and to the entries that follow them.
+
+    In a step of one token, the library has layers of `heavily_compressed_attention` see all entries. Here a slot's
+    token sees those that are complete at its position.
+    """
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import eager_attention_forward  # few models need it
+
+    if query.shape[2] == 1 and module.layer_type == "heavily_compressed_attention":
+        rate = module.config.compress_rates[module.layer_type]
+        entries = key.shape[2] // (rate + 1)  # of L keys and L // rate entries
+        of_keys = attention_mask[..., : key.shape[2] - entries]
+        places = torch.arange(of_keys.shape[3], device=key.device)
+        position = torch.where(of_keys == 0, places, -1).amax(3, keepdim=True)
+        incomplete = torch.arange(entries, device=key.device) >= (position + 1) // rate
+        of_entries = torch.zeros_like(incomplete, dtype=query.dtype).masked_fill_(incomplete, float("-inf"))
+        attention_mask = torch.cat([of_keys, of_entries], 3)
+    output: tuple[torch.Tensor, torch.Tensor | None] = eager_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, **kwargs
+    )
+    return output
+
+
+AttentionInterface.register(COMPRESSED_ATTENTION, compressed_attention)
+AttentionMaskInterface.register(COMPRESSED_ATTENTION, eager_mask)
 AttentionInterface.register(SLOT_ATTENTION, slot_attention)
 AttentionMaskInterface.register(SLOT_ATTENTION, sdpa_mask)

@@ -12,7 +12,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from cairn.configs.schema.training import LoraConfig
 from cairn.engines.models.folders import load_causal_lm, save_config
-from cairn.engines.models.published import Part, biases_of, published_parts, saved_buffers
+from cairn.engines.models.published import Part, biases_of, published_parts, saved_buffers, writes_other_names
 from cairn.engines.training.checkpoint import FILE_BYTES, actors_parameters, read_description, read_state
 from cairn.engines.training.mtp import copy_mtp_layers
 from cairn.engines.training.sharding import Piece, gather_shards, local_part, sharded_weights_checksum
@@ -80,7 +80,12 @@ def save_model_folder(model: PreTrainedModel, weights: dict[str, torch.Tensor], 
     logging.disable_progress_bar()
     try:
         model.generation_config = GenerationConfig()
-        model.save_pretrained(folder, state_dict=dict(weights))  # the library empties what it gets
+        if writes_other_names(model):
+            parts = published_parts(model, weights.items())
+            named = {part.name: part.of(tensor).clone() for name, tensor in weights.items() for part in parts[name]}
+            model.save_pretrained(folder, state_dict=named, save_original_format=False)
+        else:
+            model.save_pretrained(folder, state_dict=dict(weights))  # the library empties what it gets
     finally:
         model.generation_config = read
         if shown:

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from cairn.engines.models.folders import check_model_folder, load_causal_lm, model_class, open_weights
-from cairn.engines.models.published import Part, is_exact, published_parts, saved_buffers
+from cairn.engines.models.published import Part, is_exact, keep_conversions, published_parts, saved_buffers
 from cairn.engines.models.quantized import Slice
 from cairn.engines.training.sharding import local_part
 
@@ -37,6 +37,7 @@ def load_outline(path: str | Path, dtype: torch.dtype, *, needs_head: bool = Tru
         return load_causal_lm(path, dtype, needs_head=needs_head)
     with _without_values():
         model: PreTrainedModel = kind._from_config(config, dtype=dtype)
+    keep_conversions(model)
     weights, buffers = open_weights(folder), dict(saved_buffers(model))
     parts = published_parts(model, (*model.named_parameters(), *buffers.items()))
     wanted = [part for name, own in parts.items() if needs_head or name != "lm_head.weight" for part in own]

@@ -65,7 +65,7 @@ def test_a_step_moves_each_bias_by_the_sign_of_how_many_tokens_chose_its_expert(
     model = AutoModelForCausalLM.from_pretrained(work / MODEL, dtype=torch.float32)
     before = {name: value.clone() for name, value in model.state_dict().items() if name.endswith(BIAS)}
     counts: dict[int, torch.Tensor] = {layer: torch.zeros(EXPERTS) for layer in range(LAYERS)}
-    blocks = [block for block in model.modules() if hasattr(block, "route_tokens_to_experts")]
+    blocks = [block for block in model.modules() if hasattr(block, "experts")]
     for layer, block in enumerate(blocks):
         block.experts.register_forward_pre_hook(
             lambda module, args, layer=layer: counts.update(

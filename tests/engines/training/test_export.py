@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cairn.engines.models.folders import load_causal_lm
+from cairn.engines.models.published import published_weights
 from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.weights.fingerprint import weights_checksum
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
@@ -54,7 +55,7 @@ def test_the_model_folder_loads_with_the_trained_weights(tmp_path: Path, family:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert type(loaded) is type(load_causal_lm(tmp_path / "model", torch.float32))
     assert loaded.dtype == torch.float32
-    assert weights_checksum(loaded.named_parameters()) == engine.weights_checksum()
+    assert weights_checksum(published_weights(loaded).items()) == engine.weights_checksum()
     assert (tmp_path / "out" / "generation_config.json").is_file()
 
 

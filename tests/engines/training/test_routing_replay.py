@@ -144,3 +144,8 @@ def test_a_batch_with_choices_for_other_tokens_is_refused(folder: Path, sampled:
     short = dataclasses.replace(sampled, routed_experts=[sampled.routed_experts[0][1:], *sampled.routed_experts[1:]])
     with pytest.raises(ValueError, match="routed_experts of sample 0 has"):
         make_engine(folder, algorithm=REPLAY).score(short, "actor")
+
+
+def test_layers_whose_experts_follow_from_the_tokens_need_no_replay(tmp_path: Path) -> None:
+    folder = architecture("deepseek_v4").save(tmp_path)
+    assert apart(make_engine(folder, algorithm=REPLAY), sampled_batch(folder, "float32")) <= 1e-4

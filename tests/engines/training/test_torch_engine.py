@@ -11,6 +11,7 @@ import torch
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.models.folders import load_causal_lm
+from cairn.engines.models.published import published_weights
 from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.types.errors import BadModel, EngineError, NotFinite, WrongVersion
 from cairn.engines.types.types import TrainBatch
@@ -100,7 +101,7 @@ def reference_update(
         metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
         optimizer.step()
         history.append(metrics)
-    return {name: p.detach() for name, p in model.named_parameters()}, history
+    return published_weights(model), history
 
 
 AGGREGATIONS = [{}, {"calculate_per_token_loss": True}, {"loss_scale_factor": 12}]

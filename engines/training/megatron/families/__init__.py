@@ -45,7 +45,11 @@ _INDEXER = (
     "sequences"
 )
 
-UNMAPPED = {"glm_moe_dsa": _INDEXER, "deepseek_v32": _INDEXER}
+UNMAPPED = {
+    "glm_moe_dsa": _INDEXER,
+    "deepseek_v32": _INDEXER,
+    "deepseek_v4": "megatron-core has neither hyper-connections nor compressed attention",
+}
 """Known model types that are not supported, and why."""
 
 
