@@ -233,6 +233,7 @@ class RunContext(RecordedRun):
         self._draws: dict[str, Draw[PromptRow]] = {}
         """The newest draw, by the digest of its arguments."""
         self._noticed: set[str] = set()
+        self._noticing = threading.Lock()
 
     def seen_as(self, config: RunConfig) -> "RunContext":
         """Return this run with another view of its configuration. All state is shared."""
@@ -296,7 +297,7 @@ class RunContext(RecordedRun):
 
     def notice(self, what: str) -> bool:
         """Return whether this is new to the driver, and record it: for messages that are reported once."""
-        with self._lock:
+        with self._noticing:
             new = what not in self._noticed
             self._noticed.add(what)
         return new

@@ -42,7 +42,7 @@ def support_problems(config: RolloutConfig) -> Iterator[str]:
             f"{cut}, but SGLang reports the remaining vocabulary, which the trainer needs to score, only for a top-k "
             f"of at most rollout.sglang.{LIMIT} ({limit}): set rollout_top_k to at most that, {otherwise}"
         )
-    algorithms = {options.get("speculative_algorithm") for options in servers} - {None, *_REPORTING}
+    algorithms = {name for options in servers if (name := options.get("speculative_algorithm"))} - set(_REPORTING)
     if algorithms:
         yield (
             f"{cut}, but SGLang does not report the remaining vocabulary with speculative_algorithm "
