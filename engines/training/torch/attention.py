@@ -29,7 +29,6 @@ PACKED_ATTENTION = "cairn_packed"
 """Name of `packed_attention` in transformers."""
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers, as in a config's `layer_types`, in which a token depends on others by attention alone."""
-
 _SCALED_BY_LENGTH = frozenset({"dynamic", "longrope"})
 """Kinds of rotary embeddings whose frequencies depend on the largest position of a forward pass."""
 
@@ -73,7 +72,7 @@ def packing_problems(path: str, ranks: int) -> Iterator[str]:
 
 
 def model_problems(config: PretrainedConfig, ranks: int) -> Iterator[str]:
-    """Yield the same of a model's config, or of that of its language part."""
+    """Yield these sentences for a model's config, or for that of its language part."""
     text, option = config.get_text_config(), "sequence_packing" if ranks == 1 else "context_parallel_size"
     if why := _unpackable(config, text):
         yield f"training.{option} needs attention that keeps samples apart, and {why}: leave it out"
