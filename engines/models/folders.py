@@ -303,6 +303,11 @@ def read_config(folder: Path) -> PretrainedConfig:
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
+    return with_own_rotation(config)
+
+
+def with_own_rotation(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config, changed where the library would rotate other parts of a head than the model's own code."""
     if config.model_type == "minimax_m2" and (width := getattr(config, "rotary_dim", None)) is not None:
         # The model's own code and SGLang rotate this part of a head; the library by default rotates the whole head.
         config.rope_parameters.setdefault("partial_rotary_factor", width / config.head_dim)

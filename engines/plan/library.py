@@ -9,7 +9,13 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from cairn.engines.models.configs import ARCHITECTURE_OF, require_no_code, sees_images
-from cairn.engines.models.folders import KNOWN_TYPES, check_model_folder, open_weights, parameter_names
+from cairn.engines.models.folders import (
+    KNOWN_TYPES,
+    check_model_folder,
+    open_weights,
+    parameter_names,
+    with_own_rotation,
+)
 from cairn.engines.plan.rates import ModelSize, size_of
 from cairn.engines.plan.tensors import Model, Tensor
 from cairn.engines.types.errors import BadModel
@@ -47,7 +53,7 @@ def config_of(stored: dict[str, Any]) -> PretrainedConfig:
         raise BadModel(f"the config is of a {kind} model, which the library does not know")
     own = {name: value for name, value in stored.items() if name not in ("model_type", "auto_map", "architectures")}
     try:
-        return CONFIG_MAPPING[known_as].from_dict(own)
+        return with_own_rotation(CONFIG_MAPPING[known_as].from_dict(own))
     except Exception as error:  # the library reports a broken config with whatever its many config classes raise
         raise BadModel(f"the config of a {kind} model cannot be read: {error}") from error
 
