@@ -56,7 +56,7 @@ $(SGLANG)/.installed: engines/rollout/sglang/requirements.txt $(TORCH)
 	$(call link-torch,$(SGLANG))
 	$(SGLANG)/bin/pip $(INSTALL) torch==2.13.0
 	$(SGLANG)/bin/pip $(INSTALL) -r engines/rollout/sglang/requirements.txt
-	$(SGLANG)/bin/pip $(INSTALL) --no-deps torchvision==0.28.0 sglang==0.5.21
+	$(SGLANG)/bin/pip $(INSTALL) --no-deps torchvision==0.28.0 sglang==0.5.23
 	@touch $@
 
 sglang-env: $(SGLANG)/.installed ## Make .venv-sglang: SGLang on a machine without a GPU

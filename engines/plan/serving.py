@@ -17,7 +17,7 @@ class Serving:
     tensor: int
     """Ranks of the server (`tp_size`)."""
     data: int = 1
-    """Groups of ranks with their own samples in attention (`dp_size` with `enable_dp_attention`)."""
+    """Groups of ranks with their own samples in attention (`attn_dp_size`)."""
     dense_tensor: int = 1
     """Ranks that share each feed-forward part without experts (`moe_dense_tp_size`)."""
     expert: int = 1
@@ -32,7 +32,8 @@ class Serving:
     def of(cls, options: Mapping[str, Any], num_gpus: float) -> "Serving":
         """Return the layout from the options of `rollout.sglang` and the GPUs of an engine."""
         tensor = int(options.get("tp_size") or max(1, num_gpus))
-        data = int(options.get("dp_size") or 1) if options.get("enable_dp_attention") else 1
+        older = options.get("dp_size") if options.get("enable_dp_attention") else None
+        data = int(options.get("attn_dp_size") or older or 1)
         return cls(tensor, data, int(options.get("moe_dense_tp_size") or tensor), int(options.get("ep_size") or 1))
 
 
@@ -58,11 +59,12 @@ def served_parameters(model: Model, serving: Serving) -> float:
 
 
 def default_static_fraction(memory: float, serving: Serving, options: Mapping[str, Any]) -> float:
-    """Return the `mem_fraction_static` that SGLang 0.5.21 chooses by default (`arg_groups/memory_hook.py`).
+    """Return the `mem_fraction_static` that SGLang 0.5.23 chooses by default (`arg_groups/memory_hook.py`).
 
     The fraction is what remains of a GPU's memory after 1.5 MiB for each token of a prefill chunk, 2 MiB for each
-    sample of the largest decoding graph, and more for ranks and for data-parallel attention. On GPUs above 60 GiB at
-    least 10 GiB stay free. SGLang also counts the graphs of prefill; this function does not.
+    sample of the largest decoding graph, which `max_running_requests` limits, and more for ranks and for data-parallel
+    attention. On GPUs above 60 GiB at least 10 GiB stay free. SGLang also counts the graphs of prefill; this function
+    does not.
 
     Args:
         memory: bytes of a GPU.
@@ -78,6 +80,7 @@ def default_static_fraction(memory: float, serving: Serving, options: Mapping[st
     )
     _, chunk, batch = next(row for row in table if gpu < row[0])
     chunk = int(options.get("chunked_prefill_size") or chunk)
+    batch = min(batch, int(options.get("max_running_requests") or batch))
     reserved = 512 + 1.5 * max(chunk, 2048) + serving.tensor / 8 * 1024
     if not options.get("disable_cuda_graph"):
         reserved += 2 * batch
@@ -92,13 +95,12 @@ def serving_problems(model: Model, serving: Serving, options: Mapping[str, Any])
     """Yield sentences on sizes of the model that SGLang's ranks cannot divide."""
     say = "rollout.sglang"
     if serving.tensor % serving.data:
-        yield f"{say}.dp_size is {serving.data}, which must divide tp_size, {serving.tensor}"
+        yield f"{say}.attn_dp_size is {serving.data}, which must divide tp_size, {serving.tensor}"
         return
     if model.heads % serving.attention:
         yield (
             f"attention of a rollout engine is cut over {serving.attention} ranks, which must divide the model's "
-            f"{model.heads} attention heads: change rollout.num_gpus_per_engine, or {say}.dp_size with "
-            "enable_dp_attention"
+            f"{model.heads} attention heads: change rollout.num_gpus_per_engine, or {say}.attn_dp_size"
         )
     if not model.latent and model.kv_heads % serving.attention and serving.attention % model.kv_heads:
         yield (

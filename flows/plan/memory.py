@@ -115,7 +115,10 @@ def engine_memory(subject: Subject, taken: float = 0.0) -> EngineMemory:
         return EngineMemory(scaled(rows, serving.tensor), need, pool, serving)
     free = max(0.0, hardware.memory - reserved.bytes - taken)
     fraction = options.get("mem_fraction_static")
-    static = free * float(default_static_fraction(hardware.memory, serving, options) if fraction is None else fraction)
+    if fraction is None:
+        limits = {"max_running_requests": rollout.max_running_requests, **options}
+        fraction = default_static_fraction(hardware.memory, serving, limits)
+    static = free * float(fraction)
     pool = max(0.0, min(limit, static - weights))
     used = Row(what="weights", bytes=weights), Row(what="keys and values", bytes=pool)
     work = Row(what="activations and graphs of the server", bytes=free - static)

@@ -1,4 +1,4 @@
-"""SGLang's servers on a GPU. Needs `sglang==0.5.21` beside Cairn."""
+"""SGLang's servers on a GPU. Needs `sglang==0.5.23` beside Cairn."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path

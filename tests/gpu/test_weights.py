@@ -1,4 +1,4 @@
-"""Weights and memory between a trainer and SGLang servers on GPUs. Needs `sglang==0.5.21` beside Cairn."""
+"""Weights and memory between a trainer and SGLang servers on GPUs. Needs `sglang==0.5.23` beside Cairn."""
 
 from collections.abc import Iterator
 from pathlib import Path

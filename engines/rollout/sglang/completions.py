@@ -25,6 +25,9 @@ from cairn.engines.types.types import Completion, FinishReason, RequestId, Sampl
 LIMIT = "sampling_mask_max_tokens"
 _LIMIT_BY_DEFAULT = 4096
 
+_REPORTING = ("DFLASH", "DSPARK")
+"""Algorithms of speculative decoding with which servers report it (`speculative/spec_sampling_mask.py`)."""
+
 
 def support_problems(config: RolloutConfig) -> Iterator[str]:
     """Yield sentences on why the trainer would not know the sampling support, from the configuration alone."""
@@ -39,10 +42,11 @@ def support_problems(config: RolloutConfig) -> Iterator[str]:
             f"{cut}, but SGLang reports the remaining vocabulary, which the trainer needs to score, only for a top-k "
             f"of at most rollout.sglang.{LIMIT} ({limit}): set rollout_top_k to at most that, {otherwise}"
         )
-    if any(options.get("speculative_algorithm") for options in servers):
+    algorithms = {options.get("speculative_algorithm") for options in servers} - {None, *_REPORTING}
+    if algorithms:
         yield (
-            f"{cut}, but SGLang does not report the remaining vocabulary with speculative decoding: leave "
-            f"speculative_algorithm out, {otherwise}"
+            f"{cut}, but SGLang does not report the remaining vocabulary with speculative_algorithm "
+            f"{', '.join(sorted(algorithms))}: leave it out, set it to {' or '.join(_REPORTING)}, {otherwise}"
         )
     if any(group.worker_type != "regular" for group in config.server_groups):
         yield (

@@ -21,7 +21,7 @@ from cairn.engines.processes.libraries import environment as library_environment
 from cairn.engines.processes.syntax import parsed
 from cairn.engines.types.errors import EngineError
 
-TESTED_VERSION = "0.5.21"
+TESTED_VERSION = "0.5.23"
 """The version for which `cpu/` is made; other versions are refused without a GPU."""
 
 INTERPRETER = "CAIRN_SGLANG_PYTHON"
@@ -76,6 +76,13 @@ _SECRETS = frozenset(
     )
 )
 """Options of servers and routers that hold keys or passwords."""
+
+RETIRED = {
+    "cuda_graph_tc_compiler": "is of the graphs of tc_piecewise, which SGLang has no more: leave it out, and set "
+    "cuda_graph_backend_prefill to breakable or disabled where it was tc_piecewise",
+    "speculative_skip_dp_mlp_sync": "is decided by SGLang itself: leave it out",
+}
+"""What to do instead of options that older servers had, by name."""
 
 POLICIES = (
     "cache_aware",
@@ -271,6 +278,8 @@ def _name_problems(
             yield f"{section}.{name} is a secret, and configurations are recorded with the run: leave it out"
         elif name in set_here:
             yield f"{section}.{name} is set by Cairn itself; leave it out"
+        elif name not in known and name in RETIRED:
+            yield f"{section}.{name} {RETIRED[name]}"
         elif name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""

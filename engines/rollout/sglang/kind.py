@@ -14,9 +14,9 @@ from cairn.engines.rollout.sglang.launch_plan import launch_plan, plan_problems
 
 
 LAYOUT = """
-    tp_size pp_size dp_size ep_size attn_cp_size dcp_size moe_dp_size moe_dense_tp_size base_gpu_id gpu_id_step device
-    load_balance_method enable_dp_attention enable_dp_lm_head numa_node nccl_port pp_max_micro_batch_size
-    pp_async_batch_depth max_ep_size ep_num_redundant_experts ep_dispatch_algorithm
+    tp_size pp_size dp_size attn_dp_size ep_size attn_cp_size dcp_size moe_dp_size moe_dense_tp_size base_gpu_id
+    gpu_id_step device load_balance_method enable_dp_attention enable_dp_lm_head numa_node nccl_port
+    pp_max_micro_batch_size pp_async_batch_depth max_ep_size ep_num_redundant_experts ep_dispatch_algorithm
 """
 
 MEMORY = """

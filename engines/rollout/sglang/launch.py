@@ -112,8 +112,6 @@ def launch(
         **(CPU_OPTIONS if device == "cpu" else {}),
         **plan.options,
     }
-    if plan.nnodes == 1 and options.get("dp_size", 1) == 1:  # SGLang's own choice may be taken by the time it binds
-        options.setdefault("nccl_port", free_port())
     if plan.nnodes > 1:
         options |= {"nnodes": plan.nnodes, "node_rank": place.node_rank, "dist_init_addr": place.dist_init_addr}
     environment = installation.environment(

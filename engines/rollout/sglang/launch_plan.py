@@ -89,7 +89,7 @@ def takes_no_weights(options: Mapping[str, Any]) -> str | None:
     if (copies := options.get("dp_size") or 1) > 1 and not options.get("enable_dp_attention"):
         return (
             f"dp_size = {copies}, but SGLang updates only one copy of a model: leave it out and set more engines, or "
-            "set enable_dp_attention"
+            "set attn_dp_size, which divides attention alone"
         )
     return None
 

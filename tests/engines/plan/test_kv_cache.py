@@ -48,6 +48,9 @@ def test_sglangs_own_choice_leaves_what_its_rule_reserves() -> None:
     gpu = 81559
     reserved = 512 + 1.5 * 8192 + 1024 + 2 * 512
     assert default_static_fraction(gpu * 2**20, Serving(8), {}) == pytest.approx((gpu - reserved) / gpu, abs=1e-3)
+    gpu, fewer = 40960, {"max_running_requests": 64}  # no graph is larger than what may run
+    reserved = 512 + 1.5 * 4096 + 1024 + 2 * 64
+    assert default_static_fraction(gpu * 2**20, Serving(8), fewer) == pytest.approx((gpu - reserved) / gpu, abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,7 @@ STATIC = {"mem_fraction_static": 0.7}
 def _groups(count: int, experts: int) -> dict[str, Any]:
     return {
         **STATIC,
-        "enable_dp_attention": True,
-        "dp_size": count,
+        "attn_dp_size": count,
         "moe_dense_tp_size": 1,
         "enable_dp_lm_head": True,
         "ep_size": experts,

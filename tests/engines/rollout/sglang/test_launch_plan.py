@@ -36,6 +36,11 @@ def groups(*kinds: dict[str, Any]) -> dict[str, Any]:
         ({"sglang": {"tp_size": 2}}, [ServerPlan(options={"tp_size": 2})], None),
         ({"num_gpus_per_engine": 4}, [ServerPlan(num_gpus=4, options={"tp_size": 4})], None),
         (
+            {"num_gpus_per_engine": 4, "sglang": {"attn_dp_size": 4}},
+            [ServerPlan(num_gpus=4, options={"attn_dp_size": 4, "tp_size": 4})],
+            None,
+        ),
+        (
             {"num_gpus_per_engine": 4, "sglang": {"dp_size": 4, "enable_dp_attention": True}},
             [ServerPlan(num_gpus=4, options={"dp_size": 4, "enable_dp_attention": True, "tp_size": 4})],
             None,
@@ -146,8 +151,9 @@ def test_engines_are_counted_once(options: dict[str, Any], sentence: str) -> Non
         ({"rollout_top_k": 5000, "sglang": {"sampling_mask_max_tokens": 6000}}, []),
         (
             {"rollout_top_k": 50, "sglang": {"speculative_algorithm": "EAGLE"}},
-            ["with speculative decoding: leave speculative_algorithm out"],
+            ["with speculative_algorithm EAGLE: leave it out, set it to DFLASH or DSPARK"],
         ),
+        ({"rollout_top_k": 50, "sglang": {"speculative_algorithm": "DSPARK"}}, []),
         (
             {"rollout_top_k": 50, "router": {}}
             | groups({"worker_type": "prefill", "num_engines": 1}, {"worker_type": "decode", "num_engines": 1}),

@@ -12,7 +12,9 @@ import pytest
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.rollout.plan import Place
 from cairn.engines.rollout.sglang.installation import (
+    RETIRED,
     STAND_INS,
+    TESTED_VERSION,
     Installation,
     SGLangMissing,
     option_problems,
@@ -118,14 +120,24 @@ def test_unknown_options_and_those_that_cairn_sets_are_named() -> None:
         option_problems(
             Installation.find(),
             "rollout.sglang",
-            {"rpc_ipc_name": "x", "attention_backnd": "triton", "port": 1, "tp_size": 2, "api_key": "hunter2"},
+            {
+                "rpc_ipc_name": "x",
+                "attention_backnd": "triton",
+                "port": 1,
+                "tp_size": 2,
+                "api_key": "hunter2",
+                **dict.fromkeys(RETIRED, True),
+                "attn_dp_size": 2,
+                "enable_dp_attention": True,
+            },
         )
     )
     assert problems == [
-        "rollout.sglang.rpc_ipc_name is not an option of SGLang 0.5.21; did you mean otlp_service_name?",
-        "rollout.sglang.attention_backnd is not an option of SGLang 0.5.21; did you mean attention_backend?",
+        f"rollout.sglang.rpc_ipc_name is not an option of SGLang {TESTED_VERSION}; did you mean otlp_service_name?",
+        f"rollout.sglang.attention_backnd is not an option of SGLang {TESTED_VERSION}; did you mean attention_backend?",
         "rollout.sglang.port is set by Cairn itself; leave it out",
         "rollout.sglang.api_key is a secret, and configurations are recorded with the run: leave it out",
+        *(f"rollout.sglang.{name} {advice}" for name, advice in RETIRED.items()),
     ]
 
 
@@ -195,6 +207,6 @@ def test_stand_ins_are_set_for_that_process_alone_and_another_version_of_sglang_
 
     another = Installation(installation.python)
     another.__dict__["version"] = "0.5.20"
-    with pytest.raises(SGLangMissing, match=r"without a GPU SGLang 0\.5\.21 is needed and .* has 0\.5\.20"):
+    with pytest.raises(SGLangMissing, match=f"without a GPU SGLang {TESTED_VERSION} is needed and .* has 0.5.20"):
         another.environment(on_cpu=True, num_threads=1, variables={})
     assert another.environment(on_cpu=False, num_threads=1, variables={})

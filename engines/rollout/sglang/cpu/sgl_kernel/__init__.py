@@ -1,4 +1,4 @@
-"""Replacement for sglang-kernel 0.5.21 in a server without a GPU.
+"""Replacement for sglang-kernel of SGLang 0.5.23 in a server without a GPU.
 
 SGLang's CPU engine imports these names whether it uses them or not. On CPUs without AMX its layers take their PyTorch
 path, so that of all kernels only the hash behind seeded sampling is called. The others belong to speculative decoding,
@@ -67,7 +67,6 @@ build_tree_kernel_efficient_cpu = _absent("build_tree_kernel_efficient_cpu")
 copy_all_layer_kv_cache_cpu = _absent("copy_all_layer_kv_cache_cpu")
 fill_accept_out_cache_loc_cpu = _absent("fill_accept_out_cache_loc_cpu")
 fill_bonus_tokens_cpu = _absent("fill_bonus_tokens_cpu")
-rotate_input_ids_cpu = _absent("rotate_input_ids_cpu")
 verify_tree_greedy_cpu = _absent("verify_tree_greedy_cpu")
 
 
