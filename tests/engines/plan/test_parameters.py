@@ -92,3 +92,8 @@ def test_adapters_are_those_that_peft_makes() -> None:
 def test_a_config_without_an_architecture_is_refused(stored: dict[str, object]) -> None:
     with pytest.raises(BadModel, match=r"model_type|nothing_known"):
         config_of(stored)
+
+
+def test_a_model_with_parts_that_the_plan_does_not_include_is_refused() -> None:
+    with pytest.raises(BadModel, match="hyper-connections and compressed attention"):
+        model_of(architecture("deepseek_v4").make_config())
