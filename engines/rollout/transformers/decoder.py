@@ -315,6 +315,11 @@ def _layer_types(config: PretrainedConfig) -> list[str]:
             f"Model type {config.model_type} has layers of kind {min(unknown)}, for which the transformers rollout "
             f"engine has no cache: use a model whose layers are of {', '.join([*KINDS, *sorted(COMPRESSED)])}."
         )
+    if getattr(config, "number_of_conv_states", 1) > 1:
+        raise BadModel(
+            f"Model type {config.model_type} has layers with several states of convolutions, for which the transformers "
+            "rollout engine has no cache: use another model."
+        )
     return layer_types
 
 

@@ -93,3 +93,14 @@ def test_adapters_are_those_that_peft_makes() -> None:
 def test_a_config_without_an_architecture_is_refused(stored: dict[str, object]) -> None:
     with pytest.raises(BadModel, match=r"model_type|nothing_known"):
         config_of(stored)
+
+
+def test_a_model_with_parts_that_the_plan_does_not_include_is_refused() -> None:
+    with pytest.raises(BadModel, match="hyper-connections and compressed attention"):
+        model_of(architecture("deepseek_v4").make_config())
+
+
+def test_a_language_model_below_one_that_reads_images_is_planned_alone() -> None:
+    alone = published_config("Kimi-K2-Instruct")
+    model = model_of(config_of({"model_type": "kimi_k25", "text_config": alone, "vision_config": {}}))
+    assert model.parameters == published("Kimi-K2-Instruct").parameters
