@@ -6,6 +6,7 @@ from cairn.engines.training.megatron.families.base import Family
 from cairn.engines.training.megatron.families.deepseek_v3 import DeepseekV3, Glm4MoeLite
 from cairn.engines.training.megatron.families.glm4 import Glm4
 from cairn.engines.training.megatron.families.glm4_moe import Glm4Moe
+from cairn.engines.training.megatron.families.glm_moe_dsa import GlmMoeDsa
 from cairn.engines.training.megatron.families.gpt_oss import GptOss
 from cairn.engines.training.megatron.families.llama import Llama
 from cairn.engines.training.megatron.families.minimax_m2 import MiniMaxM2
@@ -37,17 +38,10 @@ FAMILIES: dict[str, Family] = {
         Glm4Moe(),
         Glm4MoeLite(),
         DeepseekV3(),
+        GlmMoeDsa(),
         MiniMaxM2(),
     )
 }
-
-UNMAPPED = {
-    "glm_moe_dsa": (
-        "an indexer chooses the tokens that its attention sees, and megatron-core's sparse attention takes no packed "
-        "sequences"
-    ),
-}
-"""Known model types that are not supported, and why."""
 
 
 def family_of(config: PretrainedConfig) -> Family:
@@ -57,10 +51,6 @@ def family_of(config: PretrainedConfig) -> Family:
         BadModel: there is none, or Megatron would compute something else than the model's config specifies.
     """
     family = FAMILIES.get(config.model_type)
-    if (reason := UNMAPPED.get(config.model_type)) is not None:
-        raise BadModel(
-            f"Megatron cannot train models of type {config.model_type}: {reason}; set training.engine to torch"
-        )
     if family is None:
         raise BadModel(
             f"Megatron has no mapping for models of type {config.model_type}, only for {', '.join(sorted(FAMILIES))}: "

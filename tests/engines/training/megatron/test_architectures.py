@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from cairn.engines.rollout.transformers.engine import TransformersEngine
-from cairn.engines.training.megatron.families import UNMAPPED, family_of
-from cairn.engines.types.errors import BadModel
 from cairn.engines.weights.checksum import folder_checksum
 from tests.architectures import ARCHITECTURES, Architecture, architecture
 from tests.engines.rollout.models import rollout_config
@@ -17,7 +15,6 @@ from tests.engines.training.megatron.architecture_cases import (
     CASES,
     ONE,
     PROVED,
-    REFUSED,
     Case,
     folder_of,
     launched,
@@ -45,7 +42,6 @@ OF_ARCHITECTURES = pytest.mark.parametrize(
     [
         pytest.param(each, id=each.name, marks=marks(Tier.PROOFS if each.name in PROVED else Tier.ALL))
         for each in ARCHITECTURES
-        if each.name not in REFUSED
     ],
 )
 
@@ -112,7 +108,9 @@ def test_gradients_are_those_of_autograd_in_every_layout(of: Architecture, cases
         if case.architecture == of
         for name, found in tensors(folder_of(case, runs) / "gradients.safetensors").items()
     }
-    assert {name for _, name in apart} == {name for name in right if "e_score_correction_bias" not in name}
+    without = {name for name in right if "e_score_correction_bias" in name or ".indexer." in name}
+    assert {name for _, name in apart} == right.keys() - without
+    assert not any(right[name].any() for name in without)
     record(of.name, Check.GRADIENTS, max(apart.values()))
     assert {at: value for at, value in apart.items() if not value <= GRADIENTS_BOUND} == {}
 
@@ -143,13 +141,3 @@ def test_the_digest_is_the_same_in_every_layout_and_the_checksum_the_model_folde
     assert reports[0]["rounded checksum"] == folder_checksum(folder, "bfloat16")
     if not of.experts:
         record(of.name, Check.EXPERTS, "no experts")
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_an_architecture_without_a_mapping_is_refused_with_the_reason(name: str) -> None:
-    config = architecture(name).make_config()
-    reason = UNMAPPED[config.model_type]
-    with pytest.raises(BadModel, match=reason):
-        family_of(config)
-    for check in (Check.CONVERSION, Check.LOGITS, Check.TENSOR, Check.PIPELINE, Check.EXPERTS, Check.GRADIENTS):
-        record(name, check, f"refused: {reason}" if check is Check.CONVERSION else "as conversion")
