@@ -37,7 +37,7 @@ COMMUNICATION = """
 """
 
 KERNELS = """
-    attention_backend attention_softmax_in_fp32 batch_invariant_mode
+    attention_backend attention_softmax_in_fp32 batch_invariant_mode dsa_kernel_backend
     disable_bf16_reduced_precision_matmul
     apply_rope_fusion bias_activation_fusion bias_dropout_fusion fused_single_qkv_rope gradient_accumulation_fusion
     masked_softmax_fusion persist_layer_norm use_te_activation_func

@@ -16,6 +16,7 @@ from cairn.engines.training.megatron.families.qwen3_5 import Qwen35, Qwen35Moe
 from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe
 from cairn.engines.training.megatron.families.qwen3_next import Qwen3Next
 from cairn.engines.training.megatron.families.seed_oss import SeedOss
+from cairn.engines.training.megatron.families.sparse_attention import DeepseekV32, GlmMoeDsa
 from cairn.engines.types.errors import BadModel
 
 FAMILIES: dict[str, Family] = {
@@ -36,20 +37,13 @@ FAMILIES: dict[str, Family] = {
         Glm4Moe(),
         Glm4MoeLite(),
         DeepseekV3(),
+        DeepseekV32(),
+        GlmMoeDsa(),
         MiniMaxM2(),
     )
 }
 
-_INDEXER = (
-    "an indexer chooses the tokens that its attention sees, and megatron-core's sparse attention takes no packed "
-    "sequences"
-)
-
-UNMAPPED = {
-    "glm_moe_dsa": _INDEXER,
-    "deepseek_v32": _INDEXER,
-    "deepseek_v4": "megatron-core has neither hyper-connections nor compressed attention",
-}
+UNMAPPED = {"deepseek_v4": "megatron-core has neither hyper-connections nor compressed attention"}
 """Known model types that are not supported, and why."""
 
 
