@@ -32,8 +32,8 @@ from cairn.configs.schema.operations import FleetConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.handles import UPDATING
-from cairn.engines.fleet.weights.exchange import verify_log_probs
 from cairn.engines.fleet.weights.transports import transport_of
+from cairn.engines.fleet.weights.verification import verify_log_probs
 from cairn.engines.models.quantized import quantization_config
 from cairn.engines.plan.sync import exchange_of, nemo_rl_collectives, slime_collectives
 from cairn.engines.rollout.base import RolloutEngine

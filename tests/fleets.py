@@ -5,8 +5,8 @@ from contextlib import ExitStack
 from cairn.configs.schema.operations import FleetConfig
 from cairn.engines.fleet.calls import map_in_threads
 from cairn.engines.fleet.fleet import Fleet
-from cairn.engines.fleet.weights.exchange import verify_log_probs
 from cairn.engines.fleet.weights.transports import call_each, results, transport_of
+from cairn.engines.fleet.weights.verification import verify_log_probs
 from cairn.engines.rollout.base import RolloutEngine
 
 

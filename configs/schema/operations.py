@@ -98,8 +98,9 @@ class FleetConfig(Section):
     `--update-weight-disk-keep-files`."""
 
     check_weight_update_equal: Annotated[bool, WITH_ENGINES] = False
-    """After every update of weights compare the log-probs of a small batch with the trainer's, for engines that return
-    no checksum of their weights. A checksum that an engine returns is always compared. slime:
+    """After every update of weights also compare what servers made of them: SGLang's own checksums, which must be equal
+    on all servers of one layout, and, where the training engine keeps its memory and weights, the log-probs of a small
+    batch with the trainer's. A checksum of the weights that an engine received is always compared. slime:
     `--check-weight-update-equal`."""
 
     @property

@@ -43,21 +43,18 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
             "prefill or decode cannot report when all of them have read the folder: set it to tensor or distributed"
         )
     if config.fleet.check_weight_update_equal and not kind.reports_checksum(rollout):
-        yield from _comparison_problems(config)
+        yield from comparison_problems(config)
 
 
-def _comparison_problems(config: RunConfig) -> Iterator[str]:
-    """Yield sentences on log-probs that cannot be compared with the trainer's."""
+def comparison_problems(config: RunConfig) -> Iterator[str]:
+    """Yield sentences on why log-probs of rollout engines cannot be compared with the trainer's after an update."""
+    option = "fleet.check_weight_update_equal compares log-probs with the trainer's"
     if config.rollout.weights_lag:
-        yield (
-            "fleet.check_weight_update_equal compares log-probs with the trainer's, which already has other weights "
-            "with rollout.pipeline=lagged: leave it out"
-        )
+        yield f"{option}, which already has other weights with rollout.pipeline=lagged: leave it out"
     if config.fleet.offloads_train:
-        yield (
-            "fleet.check_weight_update_equal compares log-probs with the trainer's after an update, but offload_train "
-            "has then taken its memory: leave it out"
-        )
+        yield f"{option}, whose memory offload_train has then taken: leave it out"
+    if any(group.worker_type != "regular" for group in config.rollout.server_groups):
+        yield f"{option}, for which each server must generate alone, which prefill and decode servers cannot"
 
 
 def gpu_problem(gpu: str | None, machines: Iterable[Mapping[str, float]]) -> str | None:

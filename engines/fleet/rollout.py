@@ -270,6 +270,15 @@ class RolloutHandle(ModelHandle):
         """Whether the engine reports a checksum of the weights of an update."""
         return self._kind.reports_checksum(self._config)
 
+    @property
+    def reports_loaded(self) -> bool:
+        """Whether the engine reports a checksum of what it made of the weights."""
+        return self._kind.reports_loaded
+
+    def has_layout_of(self, other: "RolloutHandle") -> bool:
+        """Return whether both engines cut and merge weights in the same way."""
+        return self._plan == other._plan
+
     def release_memory(self) -> None:
         """Release the engine's memory; see cairn.engines.rollout.base."""
         with self.alone():

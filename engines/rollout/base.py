@@ -149,6 +149,14 @@ class DirectReceiver(Protocol):
         """Close the connections. Does nothing where there are none."""
 
 
+class LoadChecked(Protocol):
+    """A rollout engine that cuts and merges the weights that it receives."""
+
+    def loaded_checksum(self) -> str:
+        """Return a checksum of what all ranks hold after that. It is equal for engines of one layout with equal
+        weights."""
+
+
 class Routed(Protocol):
     """A rollout engine whose requests may go through a router."""
 

@@ -79,6 +79,8 @@ class EngineKind:
     nevertheless, nothing is compared."""
     holds_as_stored: bool = False
     """Whether an engine holds weights in the format of the model folder, quantised or not, rather than dequantised."""
+    reports_loaded: bool = False
+    """Whether an engine can report a checksum of what it made of the weights (`LoadChecked`)."""
     takes_broadcasts: bool = False
     """Whether an engine's processes join a group in which the trainer broadcasts weights."""
     maps_gpu_memory: bool = False

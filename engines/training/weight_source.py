@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cairn.engines.training.base import Sharing, TrainingEngine
     from cairn.engines.training.weight_group import SendingGroup
     from cairn.engines.weights.buckets import Bucket
+    from cairn.engines.weights.fingerprint import Fingerprints
     from cairn.engines.weights.fp8 import Fp8Weights
 
 
@@ -39,6 +40,8 @@ class WeightSource:
     """Process group with the receiving engines."""
     _fp8: "Fp8Weights | None" = None
     """Weights that the rollout engines hold in FP8."""
+    _sent: "Fingerprints | None" = None
+    """Fingerprints of the weights of the last export, where engines hold some in FP8."""
 
     def checksum_at(self, version: int, dtype: Literal["float32", "bfloat16"]) -> str:
         """Return `TrainingEngine.weights_checksum` of `version`.
@@ -84,6 +87,11 @@ class WeightSource:
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()  # else memory that a server has mapped stays reserved
         torch.cuda.empty_cache()  # no effect if CUDA was never used
+
+    def sent_checksum(self) -> str | None:
+        """On rank 0: return the checksum of the weights of the last export, as engines received them. None where it is
+        that of `checksum_at`: engines hold nothing in FP8."""
+        return None if self._sent is None else self._sent.checksum()
 
     def open_group(self, name: str, timeout: float) -> tuple[str, int]:
         """On rank 0: open the address at which the engines meet this rank. Return its host and port."""
@@ -200,7 +208,23 @@ class WeightSource:
             shutil.rmtree(parent, ignore_errors=True)
 
     def _packed(self, buckets: "Iterator[dict[str, torch.Tensor]]") -> "Iterator[dict[str, torch.Tensor]]":
-        return buckets if self._fp8 is None else self._fp8.packed(buckets)
+        if self._fp8 is None:
+            return buckets
+        from cairn.engines.weights.fingerprint import Fingerprints
+
+        self._sent = Fingerprints()
+        return self._recorded(self._fp8.packed(buckets), self._sent)
+
+    def _recorded(
+        self, buckets: "Iterator[dict[str, torch.Tensor]]", sent: "Fingerprints"
+    ) -> "Iterator[dict[str, torch.Tensor]]":
+        import torch
+
+        device = _device("nccl") if torch.cuda.is_initialized() else None
+        for bucket in buckets:
+            for name, tensor in bucket.items():
+                sent.add(name, tensor, device=device)
+            yield bucket
 
     def _require_version(self, version: int) -> None:
         found = self._started.position().weight_version

@@ -8,7 +8,7 @@ not against an adversary.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -64,26 +64,37 @@ def weights_checksum(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     Values count as float32, which holds every bfloat16 and float16 exactly. So weights that were sent as bfloat16 and
     are held as float32 have the checksum of what was sent.
     """
-    entries, fingerprints = [], []
+    found = Fingerprints()
     for name, tensor in named_tensors:
-        entries.append((name, tensor.shape, "float32"))
-        fingerprints.append(float_fingerprint(tensor).cpu())
-    return digest(entries, torch.stack(fingerprints))
+        found.add(name, tensor)
+    return found.checksum()
 
 
-def float_fingerprint(
-    tensor: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None
-) -> torch.Tensor:
-    """Return `fingerprint` of a tensor as float32, computed on a device, by default the tensor's. Little of the tensor
-    is there as float32 at a time.
+class Fingerprints:
+    """Fingerprints of tensors as float32, which come one by one. A later tensor of the same name counts instead."""
 
-    Args:
-        dtype: number format that the elements are rounded to first; by default they stay as they are.
-    """
-    parts = tensor.detach().contiguous().view(-1).split(_AT_A_TIME)
-    on, rounded = device or tensor.device, dtype or tensor.dtype
-    sums = [fingerprint(part.to(on).to(rounded).float(), i * _AT_A_TIME) for i, part in enumerate(parts)]
-    return torch.stack(sums).sum(0)
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[tuple[int, ...], torch.Tensor]] = {}
+
+    def add(
+        self, name: str, tensor: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> None:
+        """Add a tensor. Little of it is there as float32 at a time.
+
+        Args:
+            dtype: number format that the elements are rounded to first; by default they stay as they are.
+            device: device that computes; by default the tensor's.
+        """
+        parts = tensor.detach().contiguous().view(-1).split(_AT_A_TIME)
+        on, rounded = device or tensor.device, dtype or tensor.dtype
+        sums = [fingerprint(part.to(on).to(rounded).float(), i * _AT_A_TIME) for i, part in enumerate(parts)]
+        self._found[name] = tuple(tensor.shape), torch.stack(sums).sum(0)
+
+    def checksum(self, left_out: Collection[str] = ()) -> str:
+        """Return `weights_checksum` of all tensors but some."""
+        found = [(name, shape, sums.cpu()) for name, (shape, sums) in self._found.items() if name not in left_out]
+        sums = torch.stack([one for _, _, one in found]) if found else torch.zeros(0, 2)
+        return digest([(name, shape, "float32") for name, shape, _ in found], sums)
 
 
 @lru_cache

@@ -17,68 +17,21 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-import numpy as np
 from ray.exceptions import ObjectLostError
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.fleet.handles import UPDATING, Call, EngineHandle
+from cairn.engines.fleet.handles import UPDATING, EngineHandle
 from cairn.engines.fleet.membership import Membership
+from cairn.engines.fleet.requirements import comparison_problems
 from cairn.engines.fleet.rollout import RolloutHandle, RouterHandle
 from cairn.engines.fleet.training import TrainingHandle
 from cairn.engines.fleet.turns import Turns
 from cairn.engines.fleet.weights.transports import TargetsFailed, Transport, call_each, results
-from cairn.engines.rollout.base import RolloutEngine
+from cairn.engines.fleet.weights.verification import LoadedChecksums, verify_checksum, verify_log_probs
+from cairn.engines.rollout.base import LoadChecked, RolloutEngine
 from cairn.engines.types.errors import EngineError, PublicationGone, WeightsDiffer, WrongVersion
-from cairn.engines.types.types import GenerateRequest, Publication, SamplingParams, TrainBatch
+from cairn.engines.types.types import Publication
 from cairn.storage.store.errors import NoSpace
-
-# Whether a rollout engine holds the right weights: by checksum, or by its log-probs of a few tokens.
-
-
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
-"""Greatest difference of a token's log-probs that rounding explains. In bfloat16 the change of one update may be
-smaller."""
-
-PROMPTS = [[(31 * row + 7 * column) % 97 for column in range(12)] for row in range(4)]
-"""Prompts of token ids that every vocabulary has."""
-NEW_TOKENS = 12
-
-
-def verify_checksum(call: Call[str | None], publication: Publication) -> None:
-    """Compare the checksum that a call returns with that of the publication. Raises WeightsDiffer."""
-    checksum = call.result()
-    if checksum not in (None, publication.digest):
-        raise WeightsDiffer(
-            f"{call.engine.name} received weights with checksum {checksum}, and weight version "
-            f"{publication.version} was published with {publication.digest}: it must be published again"
-        )
-
-
-def verify_log_probs(source: TrainingHandle, target: RolloutHandle, config: RunConfig) -> None:
-    """Let the target continue fixed prompts and compare its log-probs with the trainer's of the same tokens.
-
-    Weights that no token of the batch uses, such as most rows of an embedding, are not checked.
-
-    Raises:
-        WeightsDiffer: the log-probs differ by more than TOLERANCE.
-    """
-    params = SamplingParams(NEW_TOKENS, config.rollout.rollout_temperature)
-    requests = [GenerateRequest((row,), prompt, row, params) for row, prompt in enumerate(PROMPTS)]
-    completions = [completion for part in target.generate(requests) for completion in part]
-    batch = TrainBatch(
-        [np.array([*PROMPTS[done.request_id[0]], *done.response_ids], np.int32) for done in completions],
-        [len(done.response_ids) for done in completions],
-        [np.ones(len(done.response_ids), np.uint8) for done in completions],
-    )
-    expected = source.score(batch, "actor")
-    worst = max(
-        float(np.abs(done.log_probs - scores).max()) for done, scores in zip(completions, expected, strict=True)
-    )
-    if not worst <= TOLERANCE[config.rollout.dtype]:
-        raise WeightsDiffer(
-            f"{target.name} holds other weights than the trainer: log-probs of the same tokens differ by {worst:.2g}, "
-            f"more than the {TOLERANCE[config.rollout.dtype]:g} that rounding in {config.rollout.dtype} explains"
-        )
 
 
 class WeightExchange:
@@ -102,6 +55,7 @@ class WeightExchange:
         self._training = training
         self._turns = turns
         self._transport = transport
+        self._loaded = LoadedChecksums()
         self._stored: dict[int, tuple[Publication, Any]] = {}
         """Publications by version, in the order of publication, each with what its transport's `store` returned."""
         self._lock = threading.Lock()
@@ -141,6 +95,7 @@ class WeightExchange:
                 del self._stored[old]
             retained = set(self._stored)
         self._transport.keep(retained)
+        self._loaded.keep(retained)
         return publication
 
     def published(self) -> set[int]:
@@ -155,8 +110,8 @@ class WeightExchange:
         may do this with several engines at a time; one that waits while its engine is checked reuses the result. No
         engine that generates behind a router may be updated to another version meanwhile.
 
-        The engine's weights are compared with the publication's digest. Where the engine reports no checksum,
-        `fleet.check_weight_update_equal` compares its log-probs with the trainer's.
+        The weights that the engine received are compared with the publication's digest, if it reports a checksum of
+        them. `fleet.check_weight_update_equal` also compares what it computes with.
 
         Args:
             beside: engines that are to serve this version next, and no other. Those of them that are idle and behind
@@ -181,8 +136,8 @@ class WeightExchange:
             engine.last_check = (checked_at, version)
 
     def updates_in_flight(self) -> bool:
-        """Return whether the result of `update` can be checked as configured. Engines that report no checksum must
-        generate to be compared."""
+        """Return whether the result of `update` can be checked. Engines that report no checksum must generate to be
+        compared."""
         return not self._config.fleet.check_weight_update_equal or all(one.reports_checksum for one in self._rollout)
 
     def update(self, engine: RolloutHandle, version: int) -> float:
@@ -255,12 +210,14 @@ class WeightExchange:
                 self._transport.send(version, stored, targets)
         finally:
             results(targets, begun)  # if this failed, it explains the other failures
+        sent = self._transport.sent_checksum(stored) or publication.digest
         if in_flight:  # before an engine goes on with what it has
-            self._verify_checksums(targets, publication)
+            self._verify_checksums(targets, publication, sent)
         results(targets, call_each(targets, RolloutEngine.end_weight_update))
         served = results(targets, call_each(targets, RolloutEngine.get_weight_version))
         if not in_flight:
-            self._verify_checksums(targets, publication)
+            self._verify_checksums(targets, publication, sent)
+            self._verify_loaded(targets, publication)
             self._verify_log_probs(targets, publication)
         for target, reported in zip(targets, served, strict=True):
             if reported != version:
@@ -272,19 +229,29 @@ class WeightExchange:
         for target in targets:
             target.last_check = (checked_at, version)
 
-    def _verify_checksums(self, targets: Sequence[RolloutHandle], publication: Publication) -> None:
-        """Compare the checksums of what engines hold with the publication's, for engines that report one. Raises as
-        `_dropped_where_wrong` does."""
+    def _verify_checksums(self, targets: Sequence[RolloutHandle], publication: Publication, sent: str) -> None:
+        """Compare the checksums of what engines received with that of what was sent, for engines that report one.
+        Raises as `_dropped_where_wrong` does."""
         calls = [one.call(UPDATING, RolloutEngine.weights_checksum) for one in targets if one.reports_checksum]
         for call in calls:
             with self._dropped_where_wrong(call.engine, publication):
-                verify_checksum(call, publication)
+                verify_checksum(call, publication, sent)
+
+    def _verify_loaded(self, targets: Sequence[RolloutHandle], publication: Publication) -> None:
+        """Compare what engines of one layout made of the weights, where that is asked for. Raises as
+        `_dropped_where_wrong` does."""
+        if self._config.fleet.check_weight_update_equal:
+            calls = [one.call(UPDATING, LoadChecked.loaded_checksum) for one in targets if one.reports_loaded]
+            for call in calls:
+                checksum = call.result()
+                with self._dropped_where_wrong(call.engine, publication):
+                    self._loaded.compare(call.engine, publication, checksum)
 
     def _verify_log_probs(self, targets: Sequence[RolloutHandle], publication: Publication) -> None:
-        """Compare log-probs with the trainer's, where that is asked for, for engines that report no checksum. Raises as
-        `_dropped_where_wrong` does."""
-        compared = [one for one in targets if not one.reports_checksum]
-        if compared and self._config.fleet.check_weight_update_equal:
+        """Compare log-probs with the trainer's, where that is asked for and possible, for engines that report no
+        checksum of what they compute with. Raises as `_dropped_where_wrong` does."""
+        compared = [one for one in targets if one.reports_loaded or not one.reports_checksum]
+        if compared and self._config.fleet.check_weight_update_equal and not any(comparison_problems(self._config)):
             self._turns.for_rollout(compared)
             for target in compared:
                 with self._dropped_where_wrong(target, publication):

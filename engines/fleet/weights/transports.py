@@ -185,6 +185,10 @@ class Transport:
         EngineError where the trainer did."""
         raise NotImplementedError
 
+    def sent_checksum(self, stored: Any) -> str | None:
+        """Return the checksum of what `send` sent. None where it is the publication's."""
+        return None
+
     def holds(self, version: int) -> bool:
         """Return whether a version that was stored, and not removed, can be fetched now."""
         return True
@@ -227,12 +231,17 @@ class Buckets(Transport):
 
     def store(self, version: int) -> Any:
         with closing(self._source.export_weights(version, self._bucket_bytes)) as buckets:
-            return list(buckets)
+            stored = list(buckets)
+        return stored, self._source.ask(WeightSource.sent_checksum)
+
+    def sent_checksum(self, stored: Any) -> str | None:
+        _, checksum = stored
+        return checksum
 
     def send(self, version: int, stored: Any, targets: Targets) -> None:
         """Send all buckets. The next bucket travels to the engines' machines while the last one is loaded."""
         calls: list[Call[None]] = []
-        for bucket in stored:
+        for bucket in stored[0]:
             earlier, calls = calls, call_each(targets, RolloutEngine.update_weights, bucket)
             results(targets[: len(earlier)], earlier)
         results(targets[: len(calls)], calls)
@@ -244,7 +253,7 @@ class CopiedBroadcasts(Buckets):
 
     def send(self, version: int, stored: Any, targets: Targets) -> None:
         self._source.ensure_alive()  # a publication outlives the trainer's process, which sends it
-        _broadcast(self._source, targets, SENDING, partial(self._source.broadcast_copies, stored))
+        _broadcast(self._source, targets, SENDING, partial(self._source.broadcast_copies, stored[0]))
 
 
 class Folders(Transport):
@@ -282,6 +291,9 @@ class _FromTrainer(Transport):
 
     def __init__(self, source: TrainingHandle) -> None:
         self._source = source
+
+    def sent_checksum(self, stored: Any) -> str | None:
+        return self._source.ask(WeightSource.sent_checksum)
 
     def holds(self, version: int) -> bool:
         try:

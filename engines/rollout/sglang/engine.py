@@ -127,9 +127,14 @@ class SGLangEngine(ServerWeights):
         fp8 = Fp8Weights.of(model_path)
         names = parameter_names(model_path) | (fp8.scales if fp8 else frozenset())
         control = Control(self.server.url, call_timeout)
-        own = plan.external_url is None
-        checked = config.dtype if own and fp8 is None else None
-        super().__init__(control, names, config.timeout, checked=checked, has_weights=own and config.model_path is None)
+        own, received = plan.external_url is None, "float32" if fp8 else config.dtype
+        super().__init__(
+            control,
+            names,
+            config.timeout,
+            checked=received if own else None,
+            has_weights=own and config.model_path is None,
+        )
         self._occupancy = Occupancy()
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[Generation] = weakref.WeakSet()

@@ -90,6 +90,7 @@ KIND = EngineKind(
     router="cairn.engines.rollout.sglang.router:make",
     spans_gpus=True,
     reports_checksum=lambda config: not config.external_urls,
+    reports_loaded=True,
     holds_as_stored=True,
     takes_broadcasts=True,
     maps_gpu_memory=True,

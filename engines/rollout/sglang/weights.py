@@ -154,6 +154,10 @@ class ServerWeights:
             raise WeightsDiffer(f"the ranks of {self._control.url} received different weights, by checksum {listed}")
         return found[0]
 
+    def loaded_checksum(self) -> str:
+        """Return SGLang's own checksum of the tensors that its ranks hold."""
+        return str(self._check_weights("checksum", [])["per_engine_checksum"])
+
     def receiver(self) -> Receiver:
         group = self._group.name if self._group else None
         return Receiver(ranks=self._tp_size, on_gpu=self._info["device"] != "cpu", group=group)

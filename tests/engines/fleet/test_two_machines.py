@@ -2,21 +2,26 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 import cairn.engines.rollout.sglang.kind
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import Fleet
+from cairn.engines.fleet.handles import UPDATING
+from cairn.engines.rollout.base import DirectReceiver, RolloutEngine
 from cairn.engines.rollout.plan import LaunchPlan
 from cairn.engines.rollout.sglang.kind import KIND
 from cairn.engines.rollout.sglang.launch_plan import ServerPlan
-from cairn.engines.types.errors import EngineDied, EngineError
+from cairn.engines.types.errors import EngineDied, EngineError, WeightsDiffer
 from cairn.engines.types.types import SamplingParams
+from cairn.engines.weights.buckets import share
 from tests.engines.training.builders import make_batch
 from tests.fleets import send, verify
 from tests.ray_fixtures import fleet_config
@@ -56,10 +61,29 @@ def test_every_rank_takes_new_weights_by_what_leaves_a_machine(fleet: Fleet, tra
     folder: dict[str, Any] = {"update_weight_disk_dir": str(tmp_path)} if transport == "disk" else {}
     options = fleet_config("model", fleet={"update_weight_transport": transport, "call_timeout": 60, **folder}).fleet
     send(fleet, version + 1, options)
+    checksum = engine.call(UPDATING, RolloutEngine.weights_checksum).result()
+    assert checksum == fleet.training.checksum_at(version + 1, "float32")
     verify(fleet)
     done = [completion for part in engine.generate(REQUESTED) for completion in part]
     assert len(done) == len(REQUESTED)
     assert {version for completion in done for version in completion.weight_versions.tolist()} == {version + 1}
+
+
+def test_ranks_that_received_different_weights_are_named(fleet: Fleet) -> None:
+    (engine,) = fleet.rollout
+    version = fleet.training.position().weight_version
+    with engine.alone():
+        engine.call(UPDATING, RolloutEngine.begin_weight_update, version).result()
+        for shared in fleet.training.share_weights(version, 1 << 30):
+            names, handle = shared[0]
+            of_ranks = [{name: tensor.clone() for name, tensor in ForkingPickler.loads(handle)}]
+            of_ranks.append({name: tensor.clone() for name, tensor in of_ranks[0].items()})
+            next(iter(of_ranks[1].values())).view(-1).view(torch.uint8)[5] ^= 1
+            handles = [share(tensors) for tensors in of_ranks]
+            engine.call(UPDATING, DirectReceiver.map_weights, names, handles).result()
+        with pytest.raises(WeightsDiffer, match=r"received different weights, by checksum 0: \w+, 1: \w+"):
+            engine.call(UPDATING, RolloutEngine.weights_checksum).result()
+        engine.call(UPDATING, RolloutEngine.begin_weight_update, version).result()
 
 
 def test_the_death_of_its_further_machine_is_noticed(fleet: Fleet) -> None:

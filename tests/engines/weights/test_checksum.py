@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cairn.engines.weights.fingerprint import fingerprint, weights_checksum
+from cairn.engines.weights.fingerprint import digest, fingerprint, weights_checksum
 
 BLOCK = 1 << 16
 
@@ -95,3 +95,11 @@ def test_bfloat16_weights_have_the_checksum_of_the_same_values_in_float32() -> N
     half = values(1000).bfloat16()
     assert weights_checksum([("a", half)]) == weights_checksum([("a", half.float())])
     assert weights_checksum([("a", half)]) != weights_checksum([("a", values(1000))])
+
+
+def test_a_checksum_of_parts_at_a_time_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(300, 1001, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole = digest([("w", tensor.shape, "float32")], fingerprint(tensor.float())[None])
+    for size in (1 << 16, 1 << 22):
+        monkeypatch.setattr("cairn.engines.weights.fingerprint._AT_A_TIME", size)
+        assert weights_checksum({"w": tensor}.items()) == whole

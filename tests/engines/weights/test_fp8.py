@@ -17,6 +17,7 @@ from cairn.engines.models.quantized import BlockFp8
 from cairn.engines.training.rank import TrainingRank
 from cairn.engines.training.weight_group import flatten
 from cairn.engines.weights.buckets import Bucket
+from cairn.engines.weights.fingerprint import weights_checksum
 from cairn.engines.weights.fp8 import Fp8Weights, quantize
 from tests.architectures import architecture
 from tests.mtp_models import mtp_tensors
@@ -91,6 +92,8 @@ def test_a_trainer_sends_servers_the_published_bytes_of_a_folder_that_it_began_w
     rank = TrainingRank("127.0.0.1", TrainingConfig(num_threads=1, dtype="float32"))
     rank.start(ModelConfig(path=str(tmp_path)), AlgorithmConfig(), 1.0, 1, 0, None, str(tmp_path))
     sent = all_sent(rank)
+    assert rank.sent_checksum() == weights_checksum(sent.items())
+    assert rank.sent_checksum() != rank.checksum_at(0, "bfloat16"), "that is of the trainer's weights"
     fp8 = Fp8Weights.of(tmp_path)
     assert fp8 is not None
     assert sent.keys() == parameter_names(tmp_path) | fp8.scales

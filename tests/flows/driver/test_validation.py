@@ -308,23 +308,22 @@ IMPOSSIBLE: list[tuple[dict[str, dict[str, Any]], str]] = [
     ),
     (
         {
-            "rollout": {
-                "engine": "sglang",
-                "num_engines": 2,
-                "router": {},
-                "server_groups": [{"worker_type": kind, "num_engines": 1} for kind in ("prefill", "decode")],
-            },
-            "fleet": {"check_weight_update_equal": True},
+            "rollout": {"engine": "sglang", "pipeline": "lagged", "external_urls": ["http://a:1"]},
+            "algorithm": {"use_tis": True},
+            "fleet": {"check_weight_update_equal": True, "update_weight_transport": "distributed"},
         },
-        "fleet.check_weight_update_equal needs each server to generate alone",
+        "fleet.check_weight_update_equal compares log-probs with the trainer's, which already has",
     ),
     (
         {
-            "rollout": {"engine": "sglang", "pipeline": "lagged"},
-            "algorithm": {"use_tis": True},
-            "fleet": {"check_weight_update_equal": True},
+            "rollout": {"engine": "sglang", "external_urls": ["http://a:1"]},
+            "fleet": {
+                "check_weight_update_equal": True,
+                "update_weight_transport": "distributed",
+                "offload_train": True,
+            },
         },
-        "fleet.check_weight_update_equal compares log-probs with the trainer's, which already has",
+        "fleet.check_weight_update_equal compares log-probs with the trainer's, whose memory offload_train",
     ),
     (
         {
@@ -541,10 +540,8 @@ def test_models_that_servers_without_a_gpu_do_not_serve_are_named(data: Path, tm
     assert not any("without a GPU (" in one for one in found)
 
 
-def test_the_disk_needs_a_folder_and_a_comparison_needs_the_trainer_awake(model: Path, data: Path) -> None:
+def test_the_disk_needs_a_folder(model: Path, data: Path) -> None:
     with pytest.raises(ConfigError, match="the transport disk needs a folder"):
         config(model, data, fleet={"update_weight_transport": "disk"})
     with pytest.raises(ConfigError, match="no other transport reads it"):
         config(model, data, fleet={"update_weight_disk_dir": "/somewhere"})
-    with pytest.raises(ConfigError, match="offload_train has then taken its memory"):
-        config(model, data, fleet={"check_weight_update_equal": True, "colocate": True})

@@ -42,31 +42,21 @@ class Record:
         self._model, self._load = model, type(model).load_weights
         self._device = next(model.parameters()).device
         self._dtype, self._exact = dtype, frozenset(exact)
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._sums: dict[str, list[int]] = {}
+        self._found = fingerprint.Fingerprints()
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], *args: Any, **options: Any) -> Any:
         """Have the model load tensors, and record those that it takes."""
-        sums: dict[str, torch.Tensor] = {}
-        loaded = self._load(self._model, self._recorded(named_tensors, sums))
-        if sums:
-            self._sums |= zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
-        return loaded
+        return self._load(self._model, self._recorded(named_tensors), *args, **options)
 
-    def _recorded(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], sums: dict[str, torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _recorded(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in named_tensors:
             dtype = None if name in self._exact else self._dtype
-            self._shapes[name] = tuple(tensor.shape)
-            sums[name] = fingerprint.float_fingerprint(tensor, dtype=dtype, device=self._device)
+            self._found.add(name, tensor, dtype=dtype, device=self._device)
             yield name, tensor
 
     def checksum(self, left_out: Collection[str]) -> str:
         """Return the checksum of all recorded tensors but some."""
-        names = [name for name in self._sums if name not in left_out]
-        sums = torch.tensor([self._sums[name] for name in names], dtype=torch.int64).reshape(-1, 2)
-        return str(fingerprint.digest([(name, self._shapes[name], "float32") for name in names], sums))
+        return str(self._found.checksum(left_out))
 
 
 def _handle(original: Callable[..., Any], checker: Any, **request: Any) -> Any:

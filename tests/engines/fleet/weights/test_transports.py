@@ -160,9 +160,10 @@ def with_an_altered_byte(stored: Any) -> Any:
         content[-3] ^= 1
         file.write_bytes(content)
         return stored
-    first = {name: tensor.clone() for name, tensor in ray.get(stored[0]).items()}
+    buckets, checksum = stored
+    first = {name: tensor.clone() for name, tensor in ray.get(buckets[0]).items()}
     next(iter(first.values())).view(-1).view(torch.uint8)[5] ^= 1
-    return [ray.put(Bucket(first)), *stored[1:]]
+    return [ray.put(Bucket(first)), *buckets[1:]], checksum
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -5,6 +5,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.fleet.weights.exchange import WeightExchange
 from cairn.engines.fleet.weights.transports import transport_of
-from cairn.engines.rollout.base import DirectReceiver
+from cairn.engines.rollout.base import DirectReceiver, RolloutEngine
 from cairn.engines.types.errors import WeightsDiffer
 from cairn.engines.weights.buckets import share
 from cairn.tasks.trainer.sync import publish, serve
@@ -31,7 +32,8 @@ Tensors = list[tuple[str, torch.Tensor]]
 @pytest.fixture(scope="module")
 def config(tiny_assets: Path) -> RunConfig:
     rollout = sglang_config().model_dump(include={"engine", "sglang", "max_running_requests", "timeout"})
-    shared = {"colocate": True, "start_timeout": 400, "call_timeout": 120, "update_weight_buffer_size": 100_000}
+    shared = {"colocate": True, "check_weight_update_equal": True, "update_weight_buffer_size": 100_000}
+    shared |= {"start_timeout": 400, "call_timeout": 120}
     algorithm = {"use_rollout_logprobs": False}
     return tiny_config(tiny_assets, rollout=rollout | {"num_engines": 2}, fleet=shared, algorithm=algorithm)
 
@@ -124,6 +126,33 @@ def test_one_of_two_servers_that_keeps_older_weights_is_found(fleet: Fleet, monk
         fleet.weights.serve(first, version + 1, beside=[second])
     assert struck
     assert versions(fleet) == [version + 1, None], "one serves what was published, the other nothing"
+
+
+def test_a_server_that_makes_other_weights_of_what_it_received_is_found_beside_another(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = fleet.training.position().weight_version
+    fleet.weights.publish(version, keep=2)
+    first, second = fleet.rollout
+    url, call = second.health()["url"], second.call
+
+    def altered(group: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        if method is RolloutEngine.get_weight_version:
+            body = {"action": "reset_tensors", "skip_tensor_list": ["layers.1", "embed", "mlp", "proj"]}
+            httpx.post(f"{url}/weights_checker", json=body, timeout=60).raise_for_status()
+        return call(group, method, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(second, "call", altered)
+        with pytest.raises(WeightsDiffer, match=r"rollout:1 and rollout:0 received the same weights .* hold different"):
+            fleet.weights.serve(first, version, beside=[second])
+    assert versions(fleet) == [version, None]
+    assert first.suspect
+    assert second.suspect, "which of them is right is unknown: both are replaced"
+    first.suspect = second.suspect = False  # here it is known
+    fleet.weights.publish(version, keep=2)
+    fleet.weights.serve(first, version, beside=[second])
+    assert versions(fleet) == [version, version]
 
 
 def exported(fleet: Fleet) -> Iterator[Tensors]:

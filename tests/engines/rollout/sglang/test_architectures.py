@@ -30,6 +30,7 @@ def test_a_server_samples_from_the_model_and_from_what_the_trainer_makes_of_it(n
         for bucket in training.export_weights(1 << 18):
             engine.update_weights(bucket)
         engine.end_weight_update()
+        assert engine.weights_checksum() == training.weights_checksum("float32")
         training.export_hf(tmp_path / "trained")
         after = largest_difference(engine, tmp_path / "trained")
     finally:
