@@ -98,7 +98,8 @@ def one(work: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=marks(Tier.ALL) if "CP 4" in name else ()) for name in LAYOUTS]
+    scope="module",
+    params=[pytest.param(name, marks=() if name == "4 ranks, CP 2" else marks(Tier.ALL)) for name in LAYOUTS],
 )
 def shared(request: pytest.FixtureRequest, work: Path) -> dict[str, Any]:
     run_ranks(launched, work, request.param, world_size=LAYOUTS[request.param][0])
