@@ -308,8 +308,15 @@ def test_a_server_that_runs_elsewhere_takes_broadcasts_and_folders(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["after the meeting", "after the first bucket"])
-@pytest.mark.parametrize("strike", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("strike", "moment"),
+    [
+        (signal.SIGKILL, "after the meeting"),
+        (signal.SIGSTOP, "after the meeting"),
+        (signal.SIGKILL, "after the first bucket"),
+    ],
+)
 def test_a_server_that_dies_or_hangs_in_an_update_is_replaced_and_the_trainer_goes_on(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, strike: signal.Signals
 ) -> None:
