@@ -2,7 +2,7 @@
 #   docker build -t cairn .                                             CPUs
 #   docker build -t cairn:cuda --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 .
 #   docker build -t cairn:gpu --target gpu .                            GPUs, with all kernels; not built yet: docs/gpus.md
-FROM python:3.11.13-slim-bookworm AS build
+FROM python:3.12.12-slim-bookworm AS build
 # A wheel index that is asked for torch alone. The CPU's by default: PyPI's wheel brings several GB of CUDA.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -38,7 +38,7 @@ COPY . .
 RUN pip install --constraint /opt/constraints.txt '.[megatron]' pytest pytest-timeout pytest-xdist
 CMD ["cairn", "--help"]
 
-FROM python:3.11.13-slim-bookworm
+FROM python:3.12.12-slim-bookworm
 RUN useradd --create-home --uid 1000 cairn && install --directory --owner cairn /work /work/build /work/tensorboard
 COPY --from=build /opt/cairn /opt/cairn
 ENV PATH=/opt/cairn/bin:$PATH PYTHONUNBUFFERED=1

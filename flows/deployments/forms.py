@@ -3,8 +3,8 @@
 Prefect renders a form from the JSON schema of a flow's parameters, and its server rejects values that the schema does
 not allow before it creates a flow run. The fields come from the configuration's own schema, with ranges, choices and
 descriptions, and are all optional: an omitted option keeps the recipe's value. The box takes lines of the form
-`section.option=value`, as `--set` does. A switch is a choice of two strings, because the UI sends an untouched boolean
-as false.
+`section.option=value`, as `--set` does. A switch is a choice of two strings, because an untouched boolean looks off in
+the UI, whatever the recipe says.
 """
 
 import json

@@ -9,8 +9,8 @@ each driver starts its own. When the deployments are registered it prints a line
 `cairn up` starts it. SIGTERM and the end of its parent end it in order: it signals all flow runs at once, and they have
 `GRACE` seconds to release their runs.
 
-Prefect's own SIGTERM handler cancels flow runs one after the other, half a minute each, and leaves the event loop by an
-exception from a signal handler. Here the event loop handles the signal, and no flow run is left for Prefect to cancel.
+Prefect's own SIGTERM handler cancels flow runs one after the other, half a minute each. Here the event loop handles the
+signal, and no flow run is left for Prefect to cancel.
 """
 
 import argparse

@@ -186,26 +186,6 @@ def database_url(file: Path) -> str:
     return "sqlite+aiosqlite:///" + str(file).replace("%", "%25").replace("?", "%3F")
 
 
-def _allow_bulk_inserts() -> None:
-    """Let Prefect schedule flow runs with SQLAlchemy 2.1.
-
-    Prefect inserts them in bulk with values for computed attributes, which have no columns. SQLAlchemy 2.0 ignored such
-    values, 2.1 rejects the whole insert. With this change they are ignored again.
-    """
-    from prefect.server.database.orm_models import FlowRun, TaskRun
-    from sqlalchemy import inspect
-    from sqlalchemy.ext.hybrid import hybrid_property
-
-    def pass_over(name: str) -> Any:
-        return lambda model, row, value: row.pop(name, None)
-
-    for model in (FlowRun, TaskRun):
-        mapper: Any = inspect(model)
-        for name, attribute in mapper.all_orm_descriptors.items():
-            if isinstance(attribute, hybrid_property) and attribute.bulk_dml_setter is None:
-                attribute.bulk_dml_setter = pass_over(name)
-
-
 def serve(listener: socket.socket, parent: int, host: str) -> None:
     """Serve Prefect's application on `listener` until SIGTERM, or until process `parent` is gone. `host`: the name or
     address that the server listens at."""
@@ -228,8 +208,6 @@ def serve(listener: socket.socket, parent: int, host: str) -> None:
         from prefect.server.database.dependencies import set_database_config
         from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL
         from prefect.settings import PREFECT_HOME as SERVER_HOME
-
-    _allow_bulk_inserts()
 
     class ImmediateTransactions(AioSqliteConfiguration):
         """Takes SQLite's write lock at the beginning of a transaction, instead of failing at its first write."""

@@ -85,7 +85,7 @@ def test_what_was_filled_in_changes_the_recipe_and_nothing_else() -> None:
 
 
 def test_a_switch_that_nobody_touched_is_not_sent() -> None:
-    """Prefect's interface sends every boolean of a form, as false where it is empty."""
+    """An empty boolean looks off in Prefect's interface, whatever the recipe says."""
     graders = fields(parameter_schema(rescore).model_dump_for_openapi(), "RewardConfig")
     assert not [name for name, field in graders.items() if field.get("type") == "boolean"]
     assert list(RewardOptions.model_validate({"group_rm": "true"}).overrides()) == ["group_rm=true"]
