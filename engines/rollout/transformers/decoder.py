@@ -317,8 +317,8 @@ def _layer_types(config: PretrainedConfig) -> list[str]:
         )
     if getattr(config, "number_of_conv_states", 1) > 1:
         raise BadModel(
-            f"Model type {config.model_type} has layers with several states of convolutions, for which the transformers "
-            "rollout engine has no cache: use another model."
+            f"Model type {config.model_type} has layers with several states of convolutions, for which the "
+            "transformers rollout engine has no cache: use another model."
         )
     return layer_types
 
