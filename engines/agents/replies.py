@@ -2,7 +2,7 @@
 
 | the tokenizer | format of a tool call |
 |---|---|
-| has a `response_schema` | according to the schema |
+| has a `response_template` | according to the template |
 | its chat template contains `<arg_key>` (GLM) | \
 `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>` |
 | contains `[TOOL_CALLS]` (Mistral) | `[TOOL_CALLS]` and a list of `{"name": …, "arguments": {…}}` |
@@ -87,13 +87,13 @@ def read_reply(text: str, tokenizer: Any, tools: Tools = (), *, thinking: bool =
 
     Args:
         text: text of the reply, without the token that ends it.
-        tokenizer: the model's, for its chat template and its `response_schema`.
+        tokenizer: the model's, for its chat template and its `response_template`.
         tools: tools in the model's prompt; without any, nothing counts as a call.
         thinking: whether the prompt ends within a thought.
         cut: whether the reply was cut off: a call without its end then does not count.
     """
-    if getattr(tokenizer, "response_schema", None):
-        return _by_schema(text, tokenizer, bool(tools))
+    if getattr(tokenizer, "response_template", None):
+        return _by_template(text, tokenizer, bool(tools), thinking)
     template = str(tokenizer.chat_template or "")
     if "<|channel|>" in template and "<|call|>" in template:
         return _in_messages(text, bool(tools), cut)
@@ -126,13 +126,13 @@ def _is_deeper(value: Any, depth: int) -> bool:
     )
 
 
-def _by_schema(text: str, tokenizer: Any, has_tools: bool) -> Reply:
+def _by_template(text: str, tokenizer: Any, has_tools: bool, thinking: bool) -> Reply:
     try:
-        parsed = dict(tokenizer.parse_response(text))
+        parsed = dict(tokenizer.parse_response(text, prefix=_BEGIN_OF_THOUGHT if thinking else ""))
         calls = [_of_object(one.get("function", one)) for one in parsed.get("tool_calls") or ()] if has_tools else []
     except Exception as error:  # a model may write anything
         return Reply(text, (_unreadable(f"the answer cannot be read: {str(error)[:200]}"),) if has_tools else ())
-    thoughts, content = parsed.get("thinking"), parsed.get("content")
+    thoughts, content = parsed.get("thinking", parsed.get("reasoning_content")), parsed.get("content")
     if any(call.unreadable for call in calls) or (content is None and not calls and thoughts is None):
         content = text
     return Reply(content or "", tuple(calls), thoughts)

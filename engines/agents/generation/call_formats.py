@@ -181,7 +181,7 @@ def unreadable_calls(tokenizer: Any) -> str | None:
     """
     written = list(_written(tokenizer))
     if not written:
-        if "<tool_call>" in str(tokenizer.chat_template) or getattr(tokenizer, "response_schema", None):
+        if "<tool_call>" in str(tokenizer.chat_template) or getattr(tokenizer, "response_template", None):
             return None
         return f"the chat template renders no tool calls: {REMEDY}"
     why = None

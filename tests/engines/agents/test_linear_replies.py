@@ -58,7 +58,7 @@ def around(template: str, pairs: bool) -> Iterator[str]:
 )
 @cases("template", TEMPLATES)
 def test_replies_are_read_in_linear_time(template: str, cut: bool, pairs: bool) -> None:
-    tokenizer = SimpleNamespace(response_schema=None, chat_template=template)
+    tokenizer = SimpleNamespace(response_template=None, chat_template=template)
     assert too_slow(lambda text: read_reply(text, tokenizer, TOOLS, cut=cut), around(template, pairs)) == []
 
 

@@ -181,21 +181,17 @@ def test_calls_within_thoughts_are_none(template: str) -> None:
 
 def test_a_tokenizer_that_says_how_replies_are_read_is_asked() -> None:
     tokenizer = chat_tokenizer()
-    tokenizer.response_schema = {
-        "type": "object",
-        "properties": {
-            "role": {"const": "assistant"},
-            "thinking": {"type": "string", "x-regex": r"HM (.*?) SO"},
-            "tool_calls": {
-                "type": "array",
-                "x-regex-iterator": r"CALL (.*?) END",
-                "items": {"type": "object", "x-parser": "json", "additionalProperties": {"type": "any"}},
-            },
+    tokenizer.response_template = {
+        "start_anchor": "assistant:",
+        "fields": {
+            "thinking": {"open": ["HM ", "<think>"], "close": " SO"},
+            "tool_calls": {"open": "CALL ", "close": " END", "content": "json", "repeats": True},
         },
     }
     text = f"HM well SO CALL {AS_JSON} END"
     assert read_reply(text, tokenizer, TOOLS) == Reply("", (SEARCH,), "well")
     assert read_reply(text, tokenizer).calls == ()
+    assert read_reply("well SO ", tokenizer, thinking=True) == Reply("", thoughts="well")
     assert read_reply("none", tokenizer, TOOLS) == Reply("none")
     broken = read_reply("CALL {1 END", tokenizer, TOOLS)
     assert broken.content == "CALL {1 END"
