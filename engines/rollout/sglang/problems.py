@@ -28,6 +28,7 @@ UNSERVED = {
     "glm4_moe_lite": _LATENT,
     "glm_moe_dsa": _SPARSE,
     "deepseek_v32": _SPARSE,
+    "deepseek_v4": "its rotary embedding for CPUs takes YaRN alone, which layers with only a window do not have",
     "qwen2_moe": "its shared experts need a Triton kernel, fused_gate_sigmoid_mul_add",
     "qwen3_next": "its linear attention needs sgl_kernel.mamba",
     "qwen3_5_text": _GATED,

@@ -227,3 +227,10 @@ def test_a_model_without_key_value_layers_is_refused(tmp_path: Path) -> None:
     config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, max_position_embeddings=64)
     with pytest.raises(BadModel, match="mamba"):
         TransformersEngine(save_model(config, tmp_path), rollout_config())
+
+
+def test_a_layer_with_several_states_is_refused(tmp_path: Path) -> None:
+    config = configs()["gated-delta"]
+    config.number_of_conv_states = 3  # as Qwen3.8-Flash-Next has
+    with pytest.raises(BadModel, match="several states of convolutions"):
+        TransformersEngine(save_model(config, tmp_path), rollout_config())
