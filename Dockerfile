@@ -11,8 +11,6 @@ ENV PATH=/opt/cairn/bin:$PATH
 WORKDIR /src
 COPY constraints.txt ./
 RUN pip install --constraint constraints.txt --index-url "$TORCH_INDEX" --extra-index-url https://pypi.org/simple torch
-# megatron-core has wheels for Python 3.11 too, though its metadata asks for 3.12.
-RUN pip install --no-deps --ignore-requires-python "$(grep ^megatron-core== constraints.txt)"
 COPY . .
 RUN pip install --constraint constraints.txt '.[megatron]'
 
