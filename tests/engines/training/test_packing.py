@@ -26,8 +26,9 @@ pytestmark = pytest.mark.timeout(900)  # the first test waits for a launch
 BOUND = 1e-5
 ALGORITHM = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.05, entropy_coef=0.01)
 WINDOWED = replace(architecture("mistral"), config={**architecture("mistral").config, "sliding_window": 16})
-OF_THEIR_OWN = {"qwen3_next", "qwen3_5", "qwen3_5_moe", "glm_moe_dsa"}
-"""Architectures whose tokens depend on others by a recurrent state, a convolution or an indexer's choice."""
+OF_THEIR_OWN = {"qwen3_next", "qwen3_5", "qwen3_5_moe", "glm_moe_dsa", "deepseek_v32", "deepseek_v4"}
+"""Architectures whose tokens depend on others by a recurrent state, a convolution, an indexer's choice or compressed
+keys."""
 
 
 def batch_of(count: int = 14) -> TrainBatch:
@@ -140,7 +141,7 @@ def test_models_whose_samples_depend_on_their_row_are_named() -> None:
     reasons: list[tuple[str, dict[str, Any], str]] = [
         ("llama4_text", {}, "has layers of kind chunked_attention"),
         ("gemma2", {}, "caps its scores"),
-        ("mamba2", {}, "has layers of kind mamba"),
+        ("mamba2", {}, "has layers of kind linear_attention"),
         ("bloom", {}, "is its own"),
         ("llama", {"rope_parameters": dynamic}, "scales positions by the longest sample of a pass"),
     ]
