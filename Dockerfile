@@ -11,10 +11,12 @@ ENV PATH=/opt/cairn/bin:$PATH
 WORKDIR /src
 COPY constraints.txt ./
 RUN pip install --constraint constraints.txt --index-url "$TORCH_INDEX" --extra-index-url https://pypi.org/simple torch
+# megatron-core has wheels for Python 3.11 too, though its metadata asks for 3.12.
+RUN pip install --no-deps --ignore-requires-python "$(grep ^megatron-core== constraints.txt)"
 COPY . .
 RUN pip install --constraint constraints.txt '.[megatron]'
 
-# Everything that a GPU uses. megatron-core 0.16.1 asks for Transformer Engine below 2.12. It and flash-attn are compiled
+# Everything that a GPU uses. megatron-core 0.19's branch pins Transformer Engine 2.17.1. It and flash-attn are compiled
 # against the installed torch, which needs CUDA's compiler and takes long. SGLang has an environment of its own, and
 # decides the torch of both: weights are broadcast from one to the other, which needs one version of NCCL.
 FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04 AS gpu
@@ -31,7 +33,7 @@ COPY constraints.txt ./
 RUN sed "s/^torch==.*/torch==$TORCH/" constraints.txt > /opt/constraints.txt \
     && pip install --constraint /opt/constraints.txt --index-url https://download.pytorch.org/whl/cu130 \
     --extra-index-url https://pypi.org/simple torch setuptools wheel ninja
-RUN pip install --no-build-isolation 'transformer-engine[pytorch,core_cu13]==2.11.0' flash-attn==2.8.3
+RUN pip install --no-build-isolation 'transformer-engine[pytorch,core_cu13]==2.17.1' flash-attn==2.8.3
 COPY . .
 RUN pip install --constraint /opt/constraints.txt '.[megatron]' pytest pytest-timeout pytest-xdist
 CMD ["cairn", "--help"]

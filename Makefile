@@ -44,7 +44,9 @@ $(TORCH): constraints.txt
 	$(BIN)/pip $(INSTALL) -c constraints.txt torch
 	@touch $@
 
+# megatron-core has wheels for Python 3.11 too, though its metadata asks for 3.12.
 $(STAMP): $(TORCH) pyproject.toml constraints.txt
+	$(BIN)/pip $(INSTALL) --no-deps --ignore-requires-python $(shell grep ^megatron-core== constraints.txt)
 	$(BIN)/pip $(INSTALL) -c constraints.txt -e '.[test]'
 	@touch $@
 

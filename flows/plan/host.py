@@ -20,7 +20,7 @@ def host_rows(subject: Subject, rank: RankMemory) -> Iterator[Row]:
     yield Row(what="processes of the ranks", bytes=ranks * subject.gpu_hardware.reserved_gb * 1e9)
     rounding = 0.0
     if share := optimizer_share_on_host(training):
-        # HybridDeviceOptimizer, megatron-core 0.16.1: weights and moments in float32, which are not pinned; gradients
+        # HybridDeviceOptimizer, megatron-core 0.19.2: weights and moments in float32, which are not pinned; gradients
         # in float32, pinned; and pinned copies in the format of training, from which it made the weights.
         elements = ranks * share * optimizer_elements(subject.model, training, rank.stage)
         if has_critic(config.algorithm):

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from cairn.engines.training.megatron.backend import Backend, without_transformer_engine
-from cairn.engines.training.megatron.cpu import _patch_optimizer_step, _patch_router_gemm
+from cairn.engines.training.megatron.cpu import _patch_optimizer_step
 
 
 def torch_modules(device: torch.device) -> Backend:
@@ -20,6 +20,5 @@ def torch_modules(device: torch.device) -> Backend:
 
 @cache
 def _complete_megatron() -> None:
-    """Apply the patches that concern a missing Transformer Engine, not a missing GPU."""
-    _patch_router_gemm()
+    """Apply the patch that concerns a missing Transformer Engine, not a missing GPU."""
     _patch_optimizer_step()

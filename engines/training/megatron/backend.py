@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from cairn.engines.training.megatron.cpu import TESTED_VERSION
 from cairn.engines.training.megatron.fusions import fusions_on_gpu
+from cairn.engines.training.megatron.permitted import TESTED_VERSION
 from cairn.engines.types.errors import EngineError
 
 
@@ -54,21 +54,13 @@ def without_transformer_engine(device: torch.device, process_group: str, **overr
     Args:
         overrides: further fields of TransformerConfig.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-
-    from cairn.engines.training.megatron.cpu_modules import CpuSpecProvider, Norm, layer_spec
-
-    def spec(config: Any, *, experts: bool) -> Any:
-        feed_forward = get_mlp_module_spec_for_backend(
-            CpuSpecProvider(), num_experts=config.num_moe_experts if experts else None
-        )
-        return layer_spec(config, feed_forward)
+    from cairn.engines.training.megatron.cpu_modules import Norm, layer_spec
 
     fusions = ("bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion", "apply_rope_fusion")
     return Backend(
         device=device,
         process_group=process_group,
-        layer_spec=spec,
+        layer_spec=layer_spec,
         norm=Norm,
         overrides=lambda *_: {
             **dict.fromkeys(fusions, False),
@@ -81,14 +73,19 @@ def without_transformer_engine(device: torch.device, process_group: str, **overr
 
 def _gpu(device: torch.device) -> Backend:
     from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_dsa_module_spec_for_backend
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     def spec(config: Any, *, experts: bool) -> Any:
-        return get_gpt_layer_with_transformer_engine_spec(
+        layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts if experts else None,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
             multi_latent_attention=config.multi_latent_attention,
         )
+        if config.experimental_attention_variant == "dsa":
+            layer.submodules.self_attention = get_dsa_module_spec_for_backend(config, TESpecProvider())
+        return layer
 
     return Backend(device=device, process_group="nccl", layer_spec=spec, norm=TENorm, overrides=fusions_on_gpu)

@@ -1,8 +1,7 @@
 """Storage of a training state in the format of Megatron's dist_checkpointing.
 
-<folder>/__<rank>_<n>.distcp, .metadata, common.pt, metadata.json   as Megatron writes them: every rank its own part,
-                                                                    readable with any layout of ranks. Only tensors are
-                                                                    ever read from these files: see metadata.py
+<folder>/__<rank>_<n>.distcp, .metadata, metadata.json   as Megatron writes them: every rank its own part, readable with
+                                any layout of ranks. Only tensors are ever read from these files: see metadata.py
 <folder>/critic/…               the same for the critic, where there is one
 <folder>/reference/…            weights of the reference, where the actor's are copied to it at an interval
 <folder>/megatron_state.json    format, weight version, state digest, and of every file its size and SHA-256; carries
@@ -435,8 +434,8 @@ def _names(chunks: Sequence[Any]) -> list[str]:
 def _write(state: dict[str, Any], folder: Path, written: Callable[[Path], None]) -> None:
     """Write a state: Megatron plans which rank writes what, and this process writes.
 
-    Megatron's own writers are forked, which a process with Ray's threads must not do. They also report through a
-    manager, a process that outlives a killed rank.
+    Megatron's own writers report through a manager, a process that outlives a killed rank, and start only when all
+    tensors of this rank are on the host.
 
     Args:
         written: called with every file of tensors once it is complete. A file's tensors are copied to the host only
@@ -444,20 +443,17 @@ def _write(state: dict[str, Any], folder: Path, written: Callable[[Path], None])
     """
     filesystem_async._results_queue = queue.Queue()
     size = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state))
-    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1 + size // FILE_BYTES)
-    request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True)
+    strategy = TorchDistSaveShardedStrategy(thread_count=1 + size // FILE_BYTES)
+    request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True, async_strategy="mcore")
     failed: list[Exception] = []
     if request.async_fn is not None:
         _, buckets, results = request.async_fn_args
         transforms, _ = request.async_fn.args
-        ended: queue.Queue[Any] = queue.Queue()
-        running: queue.Queue[int] = queue.Queue()
         done = {}
         for index, bucket in enumerate(buckets):
             (host,) = FileSystemWriterAsync.preload_tensors([bucket])
-            running.put(index)
-            FileSystemWriterAsync.write_preloaded_data(transforms, index, host, ended, running, use_fsync=False)
-            done[index] = ended.get()[1]
+            write = FileSystemWriterAsync.write_preloaded_data
+            _, done[index] = write(transforms, index, host, None, None, use_fsync=False)
             if not isinstance(done[index], Exception):
                 written(Path(host[0]))
         failed = [named(result, folder) for result in done.values() if isinstance(result, Exception)]

@@ -5,7 +5,8 @@ One process exports the actor's weights, without optimizer or critic.
 Other trainers, such as Megatron-LM and slime, write checkpoints in the format `torch_dist`:
 
 <folder>/latest_checkpointed_iteration.txt   "release", or the number of an iteration
-<folder>/iter_0000123/ or release/           metadata.json (the format), .metadata, __<rank>_<n>.distcp, common.pt
+<folder>/iter_0000123/ or release/           metadata.json (the format), .metadata, __<rank>_<n>.distcp, and
+                                             from older versions common.pt
 
 Of these, `metadata.json` is read as JSON, `.metadata` as data (see metadata.py), and the tensors of the model by
 PyTorch with `weights_only`. `common.pt` and every other pickle is never opened, so the caller must name the model.

@@ -1,4 +1,4 @@
-"""Support for running megatron-core 0.16.1 without CUDA.
+"""Support for running megatron-core 0.19.2 without CUDA.
 
 megatron-core names the CUDA device in its source: `torch.cuda.current_device()`, `tensor.cuda()`, `device="cuda"`.
 `install` adds a finder before the import system's own. While modules below `megatron.core` are imported, the finder
@@ -21,8 +21,6 @@ import torch
 from cairn.engines.processes.syntax import parsed
 from cairn.engines.types.errors import EngineError
 
-TESTED_VERSION = "0.16.1"
-"""Version of megatron-core; `backend.py` rejects any other."""
 PACKAGE = "megatron.core"
 _STAND_IN = "__cpu_in_place_of_cuda__"
 
@@ -42,36 +40,37 @@ def install() -> None:
     # megatron.core.jit compiles small functions with torch.compile, which needs a C++ compiler and takes minutes.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     sys.meta_path.insert(0, _Finder())
+    _leave_out_stash_kernels()
     _patch_generator_state()
-    _patch_router_gemm()
     _patch_token_counts()
     _patch_optimizer_step()
     _patch_host_optimizer()
     _patch_delta_net()
 
 
+def _leave_out_stash_kernels() -> None:
+    """Replace the one module of kernels that 0.19.2 imports whether or not Triton is installed, moe.ops.paged_stash.
+
+    Its kernels stash activations of experts on a GPU. Triton has half a gigabyte, and computes nothing without a GPU.
+    """
+    name = f"{PACKAGE}.transformer.moe.ops.paged_stash"
+    kernels: Any = ModuleType(name)
+    kernels.GLOBAL_BLOCK_SIZE, kernels.paged_stash_copy_kernel, kernels.paged_stash_pop_kernel = 1024, None, None
+    sys.modules[name] = kernels
+
+
 def _patch_generator_state() -> None:
-    """Replace functions of 0.16.1, tensor_parallel.random, that access CUDA's generator through torch's C interface."""
+    """Replace functions of 0.19.2, tensor_parallel.random, that access CUDA's generator through torch's C interface."""
     import megatron.core.tensor_parallel.random as random
 
     random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
 
-def _patch_router_gemm() -> None:
-    """Define a name that 0.16.1, transformer.moe.moe_utils, leaves unbound without Transformer Engine.
-
-    A router in float32 reads the name. With the value None it takes the branch intended for that case.
-    """
-    import megatron.core.transformer.moe.moe_utils as moe_utils
-
-    moe_utils.__dict__.setdefault("te_general_gemm", None)
-
-
 def _patch_token_counts() -> None:
     """Convert token counts to numpy arrays on the CPU too.
 
-    0.16.1, transformer.moe, does so only with counts from a GPU, and torch's all-to-all accepts no tensors as split
+    0.19.2, transformer.moe, does so only with counts from a GPU, and torch's all-to-all accepts no tensors as split
     sizes.
     """
     import megatron.core.transformer.moe.moe_utils as moe_utils
@@ -84,7 +83,7 @@ def _patch_token_counts() -> None:
 
 
 def _patch_optimizer_step() -> None:
-    """Complete the optimizer state that 0.16.1, optimizer.distrib_optimizer, sets from a checkpoint.
+    """Complete the optimizer state that 0.19.2, optimizer.distrib_optimizer, sets from a checkpoint.
 
     torch's Adam, unlike the fused ones, stores a step count with each parameter. Setting a parameter's state requires
     every entry, and a checkpoint does not hold this one.
@@ -100,7 +99,7 @@ def _patch_optimizer_step() -> None:
 
 
 def _patch_host_optimizer() -> None:
-    """Let 0.16.1, optimizer.cpu_offloading, treat every parameter as one of a GPU.
+    """Let 0.19.2, optimizer.cpu_offloading, treat every parameter as one of a GPU.
 
     It asks each tensor where it lies, and moves parameters of a GPU alone to the host. Without this, a part of its maps
     stays empty, and its step fails. Its options compare the version of Transformer Engine, which there is none of.
@@ -150,13 +149,14 @@ class _Placed:
 
 
 def _patch_delta_net() -> None:
-    """Let 0.16.1, ssm.gated_delta_net, build its module without flash-linear-attention, whose kernels need a GPU.
+    """Let 0.19.2, ssm.gated_delta_net, build its module without flash-linear-attention, whose kernels need a GPU.
 
     `delta_net.py` computes without it.
     """
-    import megatron.core.ssm.gated_delta_net as gated_delta_net
+    from megatron.core.ssm.gated_delta_net import common, gdn
 
-    gated_delta_net.HAVE_FLA = True
+    common.HAVE_FLA = True
+    gdn.chunk_gated_delta_rule = common.torch_chunk_gated_delta_rule
 
 
 class _Nothing:

@@ -1,11 +1,14 @@
 """Modules of a transformer layer on the CPU, with the parameter names of Transformer Engine."""
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_dsa_module_spec_for_backend
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import get_context_parallel_group
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -13,10 +16,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.experimental_attention_variant import absorbed_mla
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -39,6 +42,13 @@ class Norm(torch.nn.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _normalised(x, self.weight, self._config, self.eps)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """LayerNorm in the form that Megatron builds it, without gradients over ranks that share a sequence."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -70,7 +80,7 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 # Latent attention recognises by this class that its projections to latents are whole on every rank.
-multi_latent_attention.TELinear = ReplicatedLinear
+multi_latent_attention.TELinear = absorbed_mla.TELinear = ReplicatedLinear
 
 
 class ExpertRowLinear(RowParallelLinear):
@@ -197,17 +207,21 @@ class CpuSpecProvider(LocalSpecProvider):
     def column_parallel_layer_norm_linear(self) -> type:
         return NormColumnParallelLinear
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        return Norm
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        return Norm if rms_norm else LayerNorm
 
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> Any:
-        return SequentialMLP, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowLinear)
+    def linear(self) -> type:
+        return ReplicatedLinear
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
+        layers = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowLinear)
+        return partial(SequentialMLP, submodules=layers)
 
     def core_attention(self) -> type:
         return Attention
 
 
-def layer_spec(config: TransformerConfig, feed_forward: ModuleSpec) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, *, experts: bool) -> ModuleSpec:
     """Return a layer in the form of `get_gpt_layer_with_transformer_engine_spec`.
 
     Norms are part of the linear layers that follow them, except before experts and latents.
@@ -217,13 +231,21 @@ def layer_spec(config: TransformerConfig, feed_forward: ModuleSpec) -> ModuleSpe
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm if latent else IdentityOp,
-            self_attention=_latent_attention() if latent else _attention(config),
+            self_attention=_self_attention(config),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=Norm if feed_forward.module is MoELayer else IdentityOp,
-            mlp=feed_forward,
+            pre_mlp_layernorm=Norm if experts else IdentityOp,
+            mlp=get_mlp_module_spec_for_backend(
+                CpuSpecProvider(), num_experts=config.num_moe_experts if experts else None
+            ),
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def _self_attention(config: TransformerConfig) -> ModuleSpec:
+    if config.experimental_attention_variant == "dsa":
+        return get_dsa_module_spec_for_backend(config, CpuSpecProvider())
+    return _latent_attention() if config.multi_latent_attention else _attention(config)
 
 
 def _attention(config: TransformerConfig) -> ModuleSpec:

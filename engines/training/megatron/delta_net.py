@@ -1,8 +1,9 @@
 """Gated delta networks (Yang et al., 2024, arXiv:2412.06464) over packed sequences, in place of attention.
 
-Megatron's own module computes one sequence at a time, and none that is cut for context parallelism. Parameters, their
-split over tensor-parallel ranks and their names in checkpoints are those of Megatron's module. Sequences are
-independent: for each one the convolution starts with zeros, and so does the recurrent state.
+Megatron's own module takes packed sequences neither with `deterministic_mode` nor without the kernels of
+flash-linear-attention, and divides heads over context-parallel ranks, of which there may then be no more than heads.
+Parameters, their split over tensor-parallel ranks and their names in checkpoints are those of Megatron's module.
+Sequences are independent: for each one the convolution starts with zeros, and so does the recurrent state.
 """
 
 from typing import Any
@@ -10,8 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.ssm import gated_delta_net
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules, torch_chunk_gated_delta_rule
+from megatron.core.ssm.gated_delta_net import (
+    GatedDeltaNet,
+    GatedDeltaNetSubmodules,
+    chunk_gated_delta_rule,
+    torch_chunk_gated_delta_rule,
+)
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,10 +29,6 @@ _EPSILON = 1e-6
 
 class PackedDeltaNet(GatedDeltaNet):
     """Megatron's gated delta network, for packed sequences. With context parallelism every rank gathers all tokens."""
-
-    def __init__(self, config: TransformerConfig, *, cp_comm_type: str | None = None, **options: Any) -> None:
-        """Build the module; `cp_comm_type` belongs to attention and is ignored."""
-        super().__init__(config, **options)
 
     def reset_parameters(self) -> None:
         """Do nothing: all parameters are loaded, so no initial value is used."""
@@ -79,8 +80,8 @@ class PackedDeltaNet(GatedDeltaNet):
             outputs = torch_chunk_gated_delta_rule(*rows[:3], g=rows[3], beta=rows[4])[0][places[:, 0], places[:, 1]]
         else:
             alone = [operand.unsqueeze(0) for operand in operands]
-            rule = gated_delta_net.chunk_gated_delta_rule
-            outputs = rule(*alone[:3], g=alone[3], beta=alone[4], cu_seqlens=ends.long())[0].squeeze(0)
+            outputs, _ = chunk_gated_delta_rule(*alone[:3], g=alone[3], beta=alone[4], cu_seqlens=ends.long())
+            outputs = outputs.squeeze(0)
         gate = gate.unflatten(-1, (-1, self.value_head_dim))
         return self._apply_gated_norm(outputs, gate).view(len(mixed), -1)
 

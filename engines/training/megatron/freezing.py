@@ -28,7 +28,7 @@ def freezing_problems(training: TrainingConfig, path: str) -> list[str]:
 
 
 def frozen_tensors(family: Family, config: PretrainedConfig, training: TrainingConfig) -> frozenset[str]:
-    """Return the frozen tensors of a model's weight files, by their names in these files.
+    """Return the frozen tensors of a model's weight files, by their names in these files, and those without gradients.
 
     Names are matched on the whole model as the library builds it. So both engines freeze the same parameters, and every
     rank computes the same names by itself, whatever part of the model it holds.
@@ -37,15 +37,16 @@ def frozen_tensors(family: Family, config: PretrainedConfig, training: TrainingC
         BadModel: only some of the tensors that Megatron holds in one are frozen; or see
             `cairn.engines.training.freezing.frozen_names`.
     """
+    untrained = family.untrained(config)
     if not (training.only_train_params_name_list or training.freeze_params_name_list):
-        return frozenset()
+        return untrained
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     names = [name for name, _ in model.named_parameters()]
     frozen = frozen_names(names, training)
     _check_whole(family, config.num_hidden_layers, names, frozen)
     parts = published_parts(model, model.named_parameters())
-    return frozenset(part.name for name in frozen for part in parts[name])
+    return untrained.union(part.name for name in frozen for part in parts[name])
 
 
 def _check_whole(family: Family, layers: int, names: Collection[str], frozen: Collection[str]) -> None:

@@ -5,12 +5,12 @@
 | `bias_activation_fusion` | with `use_te_activation_func`; clamped gates with biases in ungrouped experts (1) |
 | `bias_dropout_fusion` | models with biases, whose grouped experts refuse it |
 | `masked_softmax_fusion` | never |
-| `apply_rope_fusion` | latent attention, YaRN and interleaved rotary embeddings (2) |
+| `apply_rope_fusion` | latent attention and YaRN (2) |
 | `gradient_accumulation_fusion` | without the extension that Megatron's output layer needs |
 | `moe_grouped_gemm`, `moe_permute_fusion` | models without experts |
 
-(1) gpt-oss: 0.16.1, fusions/fused_bias_geglu.py, clamps before it adds a bias. Grouped experts have added it by then.
-(2) 0.16.1, models/common/embeddings/rope_utils.py, leaves out YaRN's factor and the interleaving of packed samples.
+(1) gpt-oss: 0.19.2, fusions/fused_bias_geglu.py, clamps before it adds a bias. Grouped experts have added it by then.
+(2) 0.19.2, models/common/embeddings/rope_utils.py, leaves out YaRN's factor of packed samples.
 
 Imports no PyTorch.
 """
@@ -31,11 +31,7 @@ def fusions_on_gpu(family: Mapping[str, Any], model: Mapping[str, Any], options:
         model: arguments of its GPTModel.
         options: `training.megatron`, which overrides what is returned here.
     """
-    plain_rope = (
-        not family.get("multi_latent_attention")
-        and not family.get("rotary_interleaved")
-        and model.get("position_embedding_type", "rope") == "rope"
-    )
+    plain_rope = not family.get("multi_latent_attention") and model.get("position_embedding_type", "rope") == "rope"
     experts = bool(family.get("num_moe_experts"))
     grouped = options.get("moe_grouped_gemm", experts)
     clamped = family.get("activation_func_clamp_value") is not None and family.get("add_bias_linear") and not grouped

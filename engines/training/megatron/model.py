@@ -10,8 +10,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import (
@@ -19,6 +20,8 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -38,8 +41,11 @@ from cairn.engines.training.megatron.families import family_of
 from cairn.engines.training.megatron.families.base import Family, Layout, Source
 from cairn.engines.training.megatron.freezing import frozen_tensors
 from cairn.engines.training.megatron.options import options_of
+from cairn.engines.training.megatron.rotary import rotate_packed
 from cairn.engines.training.megatron.weights import Parameter, Sizes, load_weights, open_files, parameters_of
 from cairn.engines.training.value_model import value_head
+
+rope_utils._apply_rotary_pos_emb_thd = rotate_packed
 
 
 class PostNorm(torch.nn.Module):
@@ -98,6 +104,32 @@ class WholeNorm(torch.nn.Module):
             {"weight": 0},
             sharded_offsets,
         )
+
+
+class WholeNormAttention(SelfAttention):
+    """Attention whose queries and keys are normalised over all heads.
+
+    The norms are no part of its specification, which needs `qk_layernorm`. With it Megatron would sum these norms'
+    gradients over ranks, each of which has other heads.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        width, eps = self.hidden_size_per_attention_head, config.layernorm_epsilon
+        self.q_layernorm = WholeNorm(config, width, eps, config.num_attention_heads)
+        self.k_layernorm = WholeNorm(config, width, eps, config.num_query_groups)
+
+
+class LatentAttention(MLASelfAttention):
+    """Latent attention that is built from the modules of its specification.
+
+    0.19.2, transformer.mla_qk_norm_config, puts a norm of its own before a query projection without a latent, which
+    no model has there, and knows no modules but its own for a norm merged into a linear layer.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        names = "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm"
+        return {name: getattr(submodules, name) for name in names}
 
 
 # The critic's head on Megatron: linear from the hidden size to 1, in place of a policy's output layer.
@@ -251,12 +283,12 @@ def load_model(
     if critic:
         overrides = dict(zip(("lm_head.weight", "lm_head.bias"), value_head(folder, hf.hidden_size), strict=True))
     load_weights(parameters, open_files(folder), overrides)
-    frozen = frozen_tensors(family, hf, training) if trained and not critic else frozenset()
+    frozen = family.untrained(hf) if critic else frozen_tensors(family, hf, training) if trained else frozenset()
     for parameter in parameters:
         if isinstance(parameter.value, torch.nn.Parameter):
             parameter.value.requires_grad_(trained and not frozen.issuperset(parameter.names))
-        if parameter.expert:
-            _mark_expert(parameter.value, config)
+        if parameter.expert and parameter.value.dim() == 1:
+            _mark_bias(parameter.value)
     if frozen:
         _let_gradients_through(bare, config)
     return Model(config, chunks, parameters, sizes.vocabulary)
@@ -295,10 +327,7 @@ def build_optimizer(training: TrainingConfig, model: Model, wrapped: list[Any]) 
             **options_of("optimizer", training.megatron),
         }
     )
-    # Without these overrides everything decays.
-    optimizer = get_megatron_optimizer(
-        options, wrapped, get_standard_config_overrides(options), use_gloo_process_groups=False
-    )
+    optimizer = get_megatron_optimizer(options, wrapped, use_gloo_process_groups=False)
     # Where only experts are trained, the optimizer of all other parameters is a stub on all ranks.
     optimizer.chained_optimizers = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     for part in optimizer.chained_optimizers:
@@ -314,11 +343,11 @@ def build_optimizer(training: TrainingConfig, model: Model, wrapped: list[Any]) 
 
 
 def _count_padding(buffer: Any) -> None:
-    """Count the padding between a buffer's parameters as content.
+    """Count the padding at the ends of a buffer's buckets as content.
 
-    0.16.1 writes checkpoints of the distributed optimizer from tensors that are as long as a buffer without this
-    padding, but at offsets that include it. After a parameter whose size is no multiple of 64, states are cut off and
-    shifted. With the padding counted, they are not.
+    0.19.2, optimizer.distrib_optimizer, writes checkpoints from tensors that are as long as a buffer without this
+    padding, but at offsets that include it. After the first bucket states are shifted, and the last ones cut off. With
+    the padding counted, they are not.
     """
     buffer.numel_unpadded = buffer.numel
     for bucket in buffer.buckets:
@@ -328,7 +357,7 @@ def _count_padding(buffer: Any) -> None:
 def _let_count_steps(part: Any) -> None:
     """Add a parameter without elements to an optimizer that has none.
 
-    0.16.1, with torch's Adam, reads the number of steps from a parameter's state. This fails on a rank that trains no
+    0.19.2, with torch's Adam, reads the number of steps from a parameter's state. This fails on a rank that trains no
     parameter, such as one with only frozen layers. The added parameter is in no buffer and has no gradient.
     """
     groups = part.optimizer.param_groups
@@ -380,15 +409,15 @@ def _build(
             chunk.output_layer = ValueHead(config)
         if family.latent_epsilon is not None:
             for module in chunk.modules():
-                if isinstance(module, MLASelfAttention):
+                if isinstance(module, MLASelfAttention | AbsorbedMLASelfAttention):
                     _set_epsilon(module, family.latent_epsilon)
         chunks.append(chunk.to(backend.device))
     return chunks
 
 
-def _set_epsilon(attention: MLASelfAttention, epsilon: float) -> None:
+def _set_epsilon(attention: Any, epsilon: float) -> None:
     """Set the epsilon of the norms of an attention's latents; Megatron uses that of the layers' norms."""
-    for name in ("linear_q_up_proj", "linear_kv_up_proj"):
+    for name in ("linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm"):
         if (projection := getattr(attention, name, None)) is not None:
             projection.eps = epsilon
 
@@ -401,19 +430,13 @@ def _keep_biases_exact(chunks: Sequence[GPTModel]) -> None:
                 module._maintain_float32_expert_bias()
 
 
-def _mark_expert(value: Any, config: TransformerConfig) -> None:
-    """Correct the attributes of an expert's parameter that control the reduction of its gradients.
+def _mark_bias(value: Any) -> None:
+    """Correct the attributes of an expert's bias that control the reduction of its gradients.
 
-    Where experts are cut over fewer ranks than the rest of a layer, 0.16.1 treats ranks that hold the same expert as if
-    they held different parts of it. Without expert parallelism it never sums their gradients.
-
-    0.16.1 also treats an expert's bias as if all tensor-parallel ranks held it. It sums the bias's gradients over the
-    ranks that share a sequence and counts them in the norm only on the first one, though each has other experts.
+    0.19.2, tensor_parallel.layers, treats it as if all tensor-parallel ranks held it, and sums its gradients over the
+    ranks that share a sequence, though each has other experts.
     """
-    if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
-        value.allreduce = False  # its gradient belongs to the data-parallel group of experts
-    if value.dim() == 1:
-        value.sequence_parallel, value.tensor_model_parallel = False, True
+    value.sequence_parallel = False
 
 
 def _let_gradients_through(chunks: Sequence[GPTModel], config: TransformerConfig) -> None:
@@ -435,14 +458,12 @@ def _block_spec(
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
     specs = [backend.layer_spec(config, experts=has_experts(config, layer)) for layer in layers]
     for layer, spec in zip(layers, specs, strict=True):
+        if spec.submodules.self_attention.module is MLASelfAttention:
+            spec.submodules.self_attention.module = LatentAttention
         if config.linear_attention_freq is not None and config.linear_attention_freq[layer]:
             spec.submodules.self_attention = delta_net_spec(spec.submodules.self_attention.submodules)
         if family.whole_norms:
-            # Not by `qk_layernorm`: with it Megatron sums these norms' gradients over ranks, each of which has other
-            # heads.
-            attention = spec.submodules.self_attention.submodules
-            attention.q_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_attention_heads})
-            attention.k_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_query_groups})
+            spec.submodules.self_attention.module = WholeNormAttention
     if family.post_norms:
         add = ModuleSpec(PostNorm, params={"config": config, "norm": backend.norm})
         for spec in specs:

@@ -18,7 +18,7 @@ from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.models.folders import check_model_folder, sees_images
 from cairn.engines.processes.syntax import parsed
 from cairn.engines.training.megatron.families import family_of
-from cairn.engines.training.megatron.permitted import PERMITTED
+from cairn.engines.training.megatron.permitted import PERMITTED, TESTED_VERSION
 from cairn.engines.types.errors import BadModel
 
 SOURCES = {
@@ -81,7 +81,10 @@ def option_names() -> dict[str, frozenset[str]]:
     folders = [Path(folder) / "core" for folder in (spec.submodule_search_locations or ())] if spec else []
     folder = next((folder for folder in folders if folder.is_dir()), None)
     if folder is None:
-        raise MegatronMissing("megatron-core is not installed: pip install 'cairn-rl[megatron]'")
+        raise MegatronMissing(
+            "megatron-core is not installed: pip install 'cairn-rl[megatron]', and on Python 3.11, for which it has "
+            f"wheels too, pip install --no-deps --ignore-requires-python megatron-core=={TESTED_VERSION}"
+        )
     return {
         part: frozenset(name for file, cls in classes for name in _fields(folder / file, cls))
         for part, classes in SOURCES.items()
@@ -182,11 +185,36 @@ def _layout_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> It
             "the model's experts have biases, which Megatron does not cut over ranks: set "
             "training.megatron.expert_tensor_parallel_size: 1"
         )
+    if derived.get("experimental_attention_variant") == "dsa":
+        yield from _indexer_problems(training, derived)
     if options.get("moe_token_dispatcher_type") == "allgather":
         yield (
             "training.megatron.moe_token_dispatcher_type=allgather needs as many tokens on every rank, which packed "
             "micro-batches do not have: set alltoall"
         )
+
+
+def _indexer_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> Iterator[str]:
+    """Yield messages on layouts in which Megatron's sparse attention does not run.
+
+    Megatron itself checks pipelines whose stages differ.
+    """
+    options = training.megatron
+    if training.context_parallel_size > 1 and options.get("cp_comm_type") != "allgather":
+        yield (
+            "training.megatron.context_parallel_size is above 1, which the model's sparse attention supports only with "
+            "training.megatron.cp_comm_type: allgather"
+        )
+    every, first = derived["dsa_indexer_topk_freq"], derived["dsa_indexer_skip_topk_offset"]
+    stages = training.pipeline_model_parallel_size * (options.get("virtual_pipeline_model_parallel_size") or 1)
+    even = not any(options.get(name) for name in options if name.startswith(("num_layers_in_", "account_for_")))
+    if options.get("pipeline_model_parallel_layout") is None and even:
+        starts = range(0, derived["num_layers"], max(derived["num_layers"] // stages, 1))
+        if any(max(layer + 1 - first, 0) % every for layer in starts):
+            yield (
+                "a stage of the pipeline would begin with a layer that takes its keys from the layer before it: choose "
+                f"stages that begin with one of the layers {first}, {first + every} and so on, counted from 1"
+            )
 
 
 def _width_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> Iterator[str]:
@@ -232,6 +260,11 @@ def _gpu_problems(training: TrainingConfig, hf: PretrainedConfig) -> Iterator[st
     if "linear_attention" in (getattr(hf, "layer_types", None) or ()) and find_spec("fla") is None:
         yield (
             "the model's gated delta networks need flash-linear-attention on GPUs: pip install flash-linear-attention"
+        )
+    if getattr(hf, "index_topk", None) and training.megatron.get("dsa_kernel_backend", "none") == "none":
+        yield (
+            "the model's sparse attention needs kernels on GPUs, without which it copies the chosen keys and values of "
+            "every token: set training.megatron.dsa_kernel_backend to tilelang or cudnn"
         )
     if training.dtype == "float32":
         yield (

@@ -10,7 +10,7 @@ KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 
 def parameter_state(optimizer: Any, *, empty_data: bool = False, **_: Any) -> dict[Any, Any]:
-    """Return what `DistributedOptimizer.get_parameter_state_dp_zero` of megatron-core 0.16.1 returns on every rank: for
+    """Return what `DistributedOptimizer.get_parameter_state_dp_zero` of megatron-core 0.19.2 returns on every rank: for
     each buffer the float32 master weights and moments of all ranks with the same parameters, on the host.
 
     Megatron first copies the rank's own part of all three kinds to the host too, which without replicas doubles what it

@@ -6,6 +6,9 @@ follow from something else.
 A module apart from `options.py`, because a check of a stored configuration needs no PyTorch.
 """
 
+TESTED_VERSION = "0.19.2"
+"""Version of megatron-core whose options these are; `backend.py` rejects any other."""
+
 LAYOUT = """
     tensor_model_parallel_size sequence_parallel context_parallel_size cp_comm_type
     pipeline_model_parallel_size virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage
@@ -23,7 +26,7 @@ MEMORY = """
 """
 
 COMMUNICATION = """
-    async_tensor_model_parallel_allreduce tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag
+    tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag
     tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
     tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend symmetric_ar_type
     pipeline_model_parallel_comm_backend overlap_p2p_comm overlap_p2p_comm_warmup_flush batch_p2p_comm batch_p2p_sync
@@ -34,11 +37,11 @@ COMMUNICATION = """
 """
 
 KERNELS = """
-    attention_backend attention_softmax_in_fp32 batch_invariant_mode
+    attention_backend attention_softmax_in_fp32 batch_invariant_mode dsa_kernel_backend
     disable_bf16_reduced_precision_matmul
     apply_rope_fusion bias_activation_fusion bias_dropout_fusion fused_single_qkv_rope gradient_accumulation_fusion
     masked_softmax_fusion persist_layer_norm use_te_activation_func
-    moe_grouped_gemm moe_use_legacy_grouped_gemm moe_permute_fusion moe_router_fusion
+    moe_grouped_gemm moe_permute_fusion moe_router_fusion
     cuda_graph_impl cuda_graph_scope cuda_graph_use_single_mempool cuda_graph_retain_backward_graph
     cuda_graph_warmup_steps enable_cuda_graph external_cuda_graph use_te_rng_tracker use_cpu_initialization
 """

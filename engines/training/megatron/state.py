@@ -209,7 +209,7 @@ def _set_to_zero(optimizer: torch.optim.Optimizer) -> None:
 def own_loaded_state(optimizer: Any) -> None:
     """Copy a loaded state into memory of its own, where Megatron updates it on the host.
 
-    0.16.1 sets it to views of tensors that hold the state of all data-parallel ranks, which would stay as long. It also
+    0.19.2 sets it to views of tensors that hold the state of all data-parallel ranks, which would stay as long. It also
     leaves a second copy of the master weights.
     """
     for part in optimizer.chained_optimizers:

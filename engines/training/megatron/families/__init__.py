@@ -6,6 +6,7 @@ from cairn.engines.training.megatron.families.base import Family
 from cairn.engines.training.megatron.families.deepseek_v3 import DeepseekV3, Glm4MoeLite
 from cairn.engines.training.megatron.families.glm4 import Glm4
 from cairn.engines.training.megatron.families.glm4_moe import Glm4Moe
+from cairn.engines.training.megatron.families.glm_moe_dsa import DeepseekV32, GlmMoeDsa
 from cairn.engines.training.megatron.families.gpt_oss import GptOss
 from cairn.engines.training.megatron.families.llama import Llama
 from cairn.engines.training.megatron.families.minimax_m2 import MiniMaxM2
@@ -37,20 +38,13 @@ FAMILIES: dict[str, Family] = {
         Glm4Moe(),
         Glm4MoeLite(),
         DeepseekV3(),
+        GlmMoeDsa(),
+        DeepseekV32(),
         MiniMaxM2(),
     )
 }
 
-_INDEXER = (
-    "an indexer chooses the tokens that its attention sees, and megatron-core's sparse attention takes no packed "
-    "sequences"
-)
-
-UNMAPPED = {
-    "glm_moe_dsa": _INDEXER,
-    "deepseek_v32": _INDEXER,
-    "deepseek_v4": "megatron-core has neither hyper-connections nor compressed attention",
-}
+UNMAPPED = {"deepseek_v4": "megatron-core has neither hyper-connections nor compressed attention"}
 """Known model types that are not supported, and why."""
 
 

@@ -144,6 +144,10 @@ class Family:
             messages.append(f"its rotary embedding is of type {kind}")
         return messages
 
+    def untrained(self, hf: PretrainedConfig) -> frozenset[str]:
+        """Return the Hugging Face tensors that no gradient of the loss reaches."""
+        return frozenset()
+
     def parameter(self, name: str) -> Source:
         """Return the source of a parameter, whose name counts layers and experts over the whole model.
 

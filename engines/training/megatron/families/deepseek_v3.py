@@ -63,7 +63,7 @@ class DeepseekV3(Routed):
         messages, rope = super().problems(hf), hf.rope_parameters
         if hf.attention_bias:
             messages.append("its attention has biases")
-        if not hf.rope_interleave:
+        if not getattr(hf, "rope_interleave", True):
             messages.append("its rotary embedding does not take neighbours in pairs (rope_interleave is false)")
         if rope.get("attention_factor") is not None or not rope.get("truncate", True):
             messages.append("its YaRN has an attention_factor of its own, or bounds that are not rounded")

@@ -48,6 +48,7 @@ EXPERTS = Layout(Check.EXPERTS, {"expert_model_parallel_size": 2, "expert_tensor
 
 
 CONTEXT = Layout("CP 2", {"context_parallel_size": 2})
+CONTEXT_GATHERED = Layout("CP 2, allgather", {**CONTEXT.megatron, "cp_comm_type": "allgather"})
 VIRTUAL = Layout("PP 2, VPP 2", {**PIPELINE.megatron, "virtual_pipeline_model_parallel_size": 2})
 RECOMPUTED = Layout("TP 2, recompute", TENSOR_OF_EXPERTS.megatron, {"gradient_checkpointing": True})
 LATENTS_RECOMPUTED = Layout(
@@ -64,6 +65,7 @@ BESIDES = {
     "qwen3_moe": [WHOLE_TWICE],
     "qwen3_next": [CONTEXT, RECOMPUTED, SPREAD],
     "gpt_oss": [CONTEXT, SPREAD_TWICE, WHOLE_TWICE],
+    "glm_moe_dsa": [CONTEXT_GATHERED, RECOMPUTED, SPREAD],
 }
 """Layouts of some architectures that are more than a column of the table."""
 

@@ -112,7 +112,9 @@ def test_gradients_are_those_of_autograd_in_every_layout(of: Architecture, cases
         if case.architecture == of
         for name, found in tensors(folder_of(case, runs) / "gradients.safetensors").items()
     }
-    assert {name for _, name in apart} == {name for name in right if "e_score_correction_bias" not in name}
+    without = {name for name in right if "e_score_correction_bias" in name or ".indexer." in name}
+    assert {name for _, name in apart} == right.keys() - without
+    assert not any(right[name].any() for name in without)
     record(of.name, Check.GRADIENTS, max(apart.values()))
     assert {at: value for at, value in apart.items() if not value <= GRADIENTS_BOUND} == {}
 

@@ -21,11 +21,11 @@ CASES: dict[str, set[str]] = {
     "Qwen3-4B": USUAL,
     "Qwen3-30B-A3B": USUAL | EXPERTS,
     "GLM-4.5": USUAL | EXPERTS,
-    "GLM-Z1-9B-0414": USUAL - {"apply_rope_fusion"},
+    "GLM-Z1-9B-0414": USUAL,
     "DeepSeek-V3": (USUAL | EXPERTS) - {"apply_rope_fusion"},
     "gpt-oss-20b-bf16": (USUAL | EXPERTS) - {"apply_rope_fusion", "bias_dropout_fusion"},
 }
-"""Fusions by model: rotary embeddings that are interleaved, of a latent or of YaRN are not fused."""
+"""Fusions by model: rotary embeddings of a latent or of YaRN are not fused."""
 
 NEEDS_TRANSFORMER_ENGINE = {"apply_rope_fusion", "moe_permute_fusion"}
 """Fusions for which TransformerConfig looks for kernels, which a CPU does not have."""

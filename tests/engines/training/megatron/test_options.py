@@ -133,6 +133,22 @@ def test_gated_delta_networks_on_gpus_need_their_kernels(delta_nets: Path) -> No
 
 
 @pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return architecture("glm_moe_dsa").save(tmp_path_factory.mktemp("sparse"))
+
+
+def test_sparse_attention_is_cut_only_where_megatron_runs_it(sparse: Path) -> None:
+    assert found(sparse, pipeline_model_parallel_size=2) == []
+    (stages,) = found(sparse, pipeline_model_parallel_size=4)
+    assert "layers 1, 3 and so on" in stages
+    assert found(sparse, context_parallel_size=2, cp_comm_type="allgather") == []
+    (gathered,) = found(sparse, context_parallel_size=2)
+    assert "cp_comm_type: allgather" in gathered
+    training = TrainingConfig(engine="megatron", num_gpus_per_rank=1, dtype="bfloat16")
+    assert any("dsa_kernel_backend to tilelang or cudnn" in sentence for sentence in problems(training, str(sparse)))
+
+
+@pytest.fixture(scope="module")
 def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     narrow = {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 96, "moe_intermediate_size": 20}
     made = architecture("moonlight")

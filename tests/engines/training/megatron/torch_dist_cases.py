@@ -119,8 +119,8 @@ def write(rank: int, number: int, written: Written, work: Path) -> None:
         target.mkdir(parents=True)
         (work / written.name / "latest_checkpointed_iteration.txt").write_text("release" if written.release else "7")
     dist.barrier()
-    if written == WRITTEN[0]:  # as they do, by processes that each rank forks: slow
-        dist_checkpointing.save(state, str(target), ("torch_dist", 1))
+    if written == WRITTEN[0]:  # as they do, with a process for the results: slow
+        dist_checkpointing.save(state, str(target))
     else:
         write_in_this_process(state, target, lambda path: None)
     dist.destroy_process_group()
