@@ -42,11 +42,11 @@ def support_problems(config: RolloutConfig) -> Iterator[str]:
             f"{cut}, but SGLang reports the remaining vocabulary, which the trainer needs to score, only for a top-k "
             f"of at most rollout.sglang.{LIMIT} ({limit}): set rollout_top_k to at most that, {otherwise}"
         )
-    algorithms = {options.get("speculative_algorithm") for options in servers} - {None, *_REPORTING}
-    if algorithms:
+    drafting = {str(name) for options in servers if (name := options.get("speculative_algorithm"))}
+    if others := ", ".join(sorted(drafting.difference(_REPORTING))):
         yield (
-            f"{cut}, but SGLang does not report the remaining vocabulary with speculative_algorithm "
-            f"{', '.join(sorted(algorithms))}: leave it out, set it to {' or '.join(_REPORTING)}, {otherwise}"
+            f"{cut}, but SGLang does not report the remaining vocabulary with speculative_algorithm {others}: "
+            f"leave it out, set it to {' or '.join(_REPORTING)}, {otherwise}"
         )
     if any(group.worker_type != "regular" for group in config.server_groups):
         yield (
