@@ -38,6 +38,8 @@ class RouterHandle(EngineHandle):
         self._config = config
         self._workers: list[Mapping[str, Any]] | None = None
         """Servers that the router sends requests to; None where that is unknown."""
+        self.changing = threading.Lock()
+        """Lock held while it is chosen which servers these are: a server that was removed would be waited for."""
 
     @property
     def url(self) -> str:
@@ -233,9 +235,7 @@ class RolloutHandle(ModelHandle):
 
     def leave_router(self) -> None:
         """Neither send requests to the router nor get any from it, until the engine is routed again."""
-        self.routed = None
-        if self._router is not None and self.worker is not None:
-            self._router.remove(self.worker["url"])
+        if self._unroute():
             self.follow(None)
 
     def health(self) -> dict[str, Any]:
@@ -298,10 +298,19 @@ class RolloutHandle(ModelHandle):
             self.call(CONTROL, Routed.follow, None)  # that driver's router may be gone
         return True
 
+    def _unroute(self) -> bool:
+        """Have the router, if there is one, send the engine's server no more requests. Returns whether it has one."""
+        if self._router is None or self.worker is None:
+            self.routed = None
+            return False
+        with self._router.changing:
+            self.routed = None
+            self._router.remove(self.worker["url"])
+        return True
+
     def _make_engine(self, deadline: Deadline) -> None:
-        if self._router is not None and self.worker is not None:
-            self._router.remove(self.worker["url"])  # another server may get its address
-        self.worker = self._route = self.routed = None
+        self._unroute()  # another server may get its address
+        self.worker = self._route = None
         hosts = [self._host(actor, deadline) for actor in self._actors]
         meeting_point = None
         if len(hosts) > 1:

@@ -59,7 +59,6 @@ class WeightExchange:
         self._stored: dict[int, tuple[Publication, Any]] = {}
         """Publications by version, in the order of publication, each with what its transport's `store` returned."""
         self._lock = threading.Lock()
-        self._routing = threading.Lock()
         self._passing = threading.Lock()
         """Held by the thread whose pass runs."""
         self._waiting: dict[RolloutHandle, tuple[int, bool]] = {}
@@ -199,9 +198,8 @@ class WeightExchange:
         the publication and the trainer."""
         publication, stored = self._find(version)
         if not in_flight:
-            with self._routing:
-                for target in targets:
-                    target.leave_router()
+            for target in targets:
+                target.leave_router()
             self._turns.for_update(targets)
         checked_at = time.monotonic()
         begun = call_each(targets, RolloutEngine.begin_weight_update, version, in_flight=in_flight)
@@ -305,7 +303,7 @@ class WeightExchange:
         if self._router is None:
             return
         self._router.ensure_alive()
-        with self._routing:
+        with self._router.changing:
             for engine in engines:
                 engine.routed = version
             for other in self._rollout:

@@ -75,17 +75,19 @@ class Router:
         return self.process.url
 
     def serve(self, workers: Sequence[Mapping[str, Any]]) -> None:
-        """Register exactly these servers, each with the fields of a Worker. Returns once the router lists them. Raises
-        EngineError where it does not."""
+        """Register exactly these servers, each with the fields of a Worker. Returns once the router lists them, and new
+        ones as healthy. Raises EngineError where it does not."""
         wanted = {worker.url: worker for worker in (Worker(**fields) for fields in workers)}
         known = self.workers()
         for url in known.keys() - wanted.keys():
             self.remove(url)
-        for url in wanted.keys() - known.keys():
+        new = wanted.keys() - known.keys()
+        for url in new:
             fields = {"url": url, "worker_type": wanted[url].worker_type, "bootstrap_port": wanted[url].bootstrap_port}
             self._call("POST", "/workers", {name: value for name, value in fields.items() if value is not None})
         self._wait(
-            lambda: wanted.keys() == self.workers(healthy=True).keys(), f"add the servers {', '.join(sorted(wanted))}"
+            lambda: wanted.keys() == self.workers().keys() and new <= self.workers(healthy=True).keys(),
+            f"add the servers {', '.join(sorted(wanted))}",
         )
 
     def remove(self, url: str) -> None:
