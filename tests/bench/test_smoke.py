@@ -68,6 +68,8 @@ def arguments(name: str, assets: Path, results: Path) -> list[str]:
             "data.label_key": "label",
             "reward": f"{{custom_rm_path: '{assets / 'grader.py'}:grade'}}",
         }
+        if name == "board":  # it trains the recipe as it is
+            options |= {"eval.benchmarks": "[]", "eval.eval_interval": "null"}
         for option, value in options.items():
             given += ["--set", f"{option}={value}"]
     return given

@@ -200,7 +200,7 @@ def _indexer_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> I
     Megatron itself checks pipelines whose stages differ.
     """
     options = training.megatron
-    if training.context_parallel_size > 1 and options.get("cp_comm_type") != "allgather":
+    if training.ranks_of_sequence > 1 and options.get("cp_comm_type") != "allgather":
         yield (
             "training.megatron.context_parallel_size is above 1, which the model's sparse attention supports only with "
             "training.megatron.cp_comm_type: allgather"
