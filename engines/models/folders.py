@@ -8,6 +8,7 @@ them quantised.
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import isroutine
 from pathlib import Path
 from typing import Any, cast
 
@@ -300,10 +301,27 @@ def read_config(folder: Path) -> PretrainedConfig:
             ARCHITECTURE_OF.get(kind, kind),
             **{name: value for name, value in stored.items() if name not in _CLASS_KEYS},
         )
-    for part in (config, config.get_text_config()):
+    for part in _parts(config, folder / "config.json"):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     return with_own_rotation(config)
+
+
+def _parts(config: PretrainedConfig, file: Path) -> Iterator[PretrainedConfig]:
+    """Yield a config and that of its language model. Raises BadModel where an entry of the file stands in the place of
+    a method, or of a language model's config that the class does not have."""
+    yield _with_its_methods(config, file)
+    text: Any = config.get_text_config()
+    if not isinstance(text, PretrainedConfig):
+        raise BadModel(f"{file} has a text_config, which {config.model_type} models do not have: remove it.")
+    yield _with_its_methods(text, file)
+
+
+def _with_its_methods(config: PretrainedConfig, file: Path) -> PretrainedConfig:
+    for name in vars(config):
+        if isroutine(getattr(type(config), name, None)):
+            raise BadModel(f"{file} has an entry {name}, which is a method of the library's config: remove it.")
+    return config
 
 
 def with_own_rotation(config: PretrainedConfig) -> PretrainedConfig:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cairn.engines.models.folders import check_model_folder, open_weights, parameter_names
+from cairn.engines.models.folders import check_model_folder, end_tokens, open_weights, parameter_names
 from cairn.engines.types.errors import BadModel
 
 _WITHOUT_EFFECT = (
@@ -16,8 +16,8 @@ _WITHOUT_EFFECT = (
 
 
 def variant_problems(option: str, path: str, trained: str) -> Iterator[str]:
-    """Yield a sentence where a folder is not another rounding of the trained model: by its config, or by the names and
-    shapes of its weights. Reads no weights. Problems of one folder alone are left to others."""
+    """Yield a sentence where a folder is not another rounding of the trained model: by its config, its end tokens, or
+    the names and shapes of its weights. Reads no weights. Problems of one folder alone are left to others."""
     try:
         ours, theirs = _entries(trained), _entries(path)
         if differing := sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)):
@@ -25,6 +25,13 @@ def variant_problems(option: str, path: str, trained: str) -> Iterator[str]:
             yield (
                 f"{option}: the config.json in {path} has {name}={theirs.get(name)!r}, and that in {trained} has "
                 f"{ours.get(name)!r}: use a folder of the model that is trained"
+            )
+            return
+        ends, of_other = (sorted(end_tokens(folder)) for folder in (trained, path))
+        if ends != of_other:
+            yield (
+                f"{option}: responses end at tokens {of_other} by the configs in {path}, and at {ends} by those in "
+                f"{trained}: make eos_token_id in generation_config.json the same"
             )
             return
         mine, others = _shapes(trained), _shapes(path)

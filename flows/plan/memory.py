@@ -59,10 +59,15 @@ def serving_of(subject: Subject) -> Serving:
     return Serving.of(engine_options(subject), gpus_of_engine(subject))
 
 
+def model_of_servers(subject: Subject) -> Model:
+    """Return the model of the folder that rollout engines load, which says how they hold weights."""
+    return planned_model(served_model(subject.config)[0])[0]
+
+
 def weight_bytes(subject: Subject) -> float:
     """Return the mean number of bytes of a weight that an engine holds. A server that reads an FP8 folder stores its
     FP8 weights in one byte each."""
-    size, (model, _) = bytes_of(subject.config.rollout.dtype), planned_model(served_model(subject.config)[0])
+    size, model = bytes_of(subject.config.rollout.dtype), model_of_servers(subject)
     published = getattr(model.config, "quantization_config", None) or {}
     if not subject.engine_kind.holds_as_stored or published.get("quant_method") != "fp8":
         return size

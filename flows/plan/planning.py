@@ -23,6 +23,7 @@ from cairn.flows.plan.memory import (
     engine_options,
     heaviest_rank,
     micro_batches,
+    model_of_servers,
     most_at_once,
     optimizer_elements,
     samples_of_engine,
@@ -223,8 +224,14 @@ def layout_problems(subject: Subject) -> Iterator[str]:
         )
     if config.needs_rollout_engines and not config.rollout.external_urls:
         yield from subject.engine_kind.layout_problems(config.rollout)
-        if subject.engine_kind.spans_gpus:
-            yield from serving_problems(model, serving_of(subject), engine_options(subject))
+        served = model_of_servers(subject)
+        if {*served.tensors} != {*model.tensors}:
+            yield (
+                f"rollout.model_path is {config.rollout.model_path}, whose weights have other names or shapes than "
+                f"those of {config.model.path}: use a folder of the model that is trained"
+            )
+        elif subject.engine_kind.spans_gpus:
+            yield from serving_problems(served, serving_of(subject), engine_options(subject))
 
 
 def _taken(subject: Subject, rank: RankMemory) -> float:

@@ -268,7 +268,7 @@ def planned_model(path: str) -> tuple[Model, str]:
         near = get_close_matches(folder.name, published_names(), 1)
         meant = f" (nearest: {near[0]})" if near else ""
         raise BadModel(
-            f"model.path is {path}, which has no config.json, and Cairn does not know a published model named "
+            f"the model folder {path} has no config.json, and Cairn does not know a published model named "
             f"{folder.name!r}{meant}: use a folder in Hugging Face format, or the name of a published model"
         )
     model = published_model(relative)

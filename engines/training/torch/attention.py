@@ -29,7 +29,7 @@ PACKED_ATTENTION = "cairn_packed"
 """Name of `packed_attention` in transformers."""
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers, as in a config's `layer_types`, in which a token depends on others by attention alone."""
-_SCALED_BY_LENGTH = frozenset({"dynamic", "longrope"})
+_SCALED_BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embeddings whose frequencies depend on the largest position of a forward pass."""
 
 
@@ -88,7 +88,7 @@ def _unpackable(config: PretrainedConfig, text: PretrainedConfig) -> str | None:
     if kind is not None and (kind._is_stateful or not (kind._supports_attention_backend and kind._supports_flash_attn)):
         return f"that of {text.model_type} is its own"
     rotary = getattr(text, "rope_parameters", None) or {}
-    if {one.get("rope_type") for one in (rotary, *rotary.values()) if isinstance(one, dict)} & _SCALED_BY_LENGTH:
+    if any(one.get("rope_type") in _SCALED_BY_LENGTH for one in (rotary, *rotary.values()) if isinstance(one, dict)):
         return f"{text.model_type} scales positions by the longest sample of a pass"
     if getattr(text, "attn_logit_softcapping", None):
         return f"that of {text.model_type} caps its scores"

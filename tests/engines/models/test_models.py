@@ -16,6 +16,7 @@ from cairn.engines.models.folders import (
     end_tokens,
     eos_token_ids,
     load_causal_lm,
+    parameter_names,
     read_config,
     save_config,
 )
@@ -86,6 +87,30 @@ def test_a_broken_config_is_named(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(BadModel, match=r"config\.json cannot be read"):
         check_model_folder(folder)
+
+
+@cases(
+    ("options", "entry"),
+    [
+        ({"text_config": {}}, "text_config"),
+        ({"text_config": {"model_type": "qwen3", "num_hidden_layers": 1}}, "text_config"),
+        ({"text_config": 5}, "text_config"),
+        ({"get_text_config": 5}, "config.json"),
+        ({"model_type": "kimi_k25"}, "text_config"),
+        ({"model_type": "kimi_k25", "text_config": "qwen3"}, "config.json"),
+        ({"model_type": "kimi_k25", "text_config": {"model_type": "qwen3", "to_dict": 5}}, "to_dict"),
+        ({"model_type": "kimi_k25", "text_config": {"model_type": "qwen3", "text_config": {}}}, "text_config"),
+        ({"model_type": ["kimi_k25"]}, "config.json"),
+    ],
+)
+def test_entries_that_hide_the_language_models_config_are_refused(
+    options: dict[str, Any], entry: str, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    copied = shutil.copytree(folder, tmp_path_factory.mktemp("copied"), dirs_exist_ok=True)
+    set_config(copied, **options)
+    for read in (check_model_folder, parameter_names):
+        with pytest.raises(BadModel, match=re.escape(entry)):
+            read(copied)
 
 
 def test_a_model_that_is_no_causal_language_model_is_refused(folder: Path) -> None:

@@ -150,6 +150,11 @@ def test_models_whose_samples_depend_on_their_row_are_named() -> None:
         assert [reason in problem for problem in problems] == [True], (kind, problems)
 
 
+def test_a_rotation_that_is_no_name_is_no_reason_and_breaks_nothing() -> None:
+    for rotation in ({"rope_type": ["dynamic"]}, {"rope_type": {}}, {"full_attention": {"rope_type": []}}):
+        assert list(model_problems(AutoConfig.for_model("llama", rope_parameters=rotation), 1)) == []
+
+
 def test_heads_that_ranks_cannot_divide_are_named(tmp_path: Path) -> None:
     folder = architecture("qwen3").save(tmp_path / "model")
     assert list(packing_problems(str(folder), 2)) == []

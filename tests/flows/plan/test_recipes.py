@@ -115,3 +115,26 @@ def test_servers_of_a_folder_in_fp8_take_half_of_what_training_has_and_are_sent_
         assert (
             cost.nbytes == exchange_of(plain.model, plain.config.training, 1 << 29).sent == 2 * plain.model.parameters
         )
+
+
+def test_the_servers_own_folder_says_what_their_ranks_cannot_divide(tmp_path: Path) -> None:
+    recipe = RECIPES / "models" / "Qwen3-30B-A3B.yaml"
+    stored = published_config("Qwen3-30B-A3B") or {}
+    for name, quantization in (("plain", {}), ("fp8", {"quantization_config": FP8})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(stored | quantization))
+    cut = "expert's width of 768, in FP8 blocks of 128, cannot be cut over 8 ranks of a rollout engine"
+    other = "whose weights have other names or shapes than those of"
+    cases = [
+        (["rollout.model_path=Qwen3-30B-A3B-FP8"], cut),
+        (["rollout.model_path=Qwen3-30B-A3B-FP8", "rollout.sglang.ep_size=8"], None),
+        ([f"model.path={tmp_path}/fp8"], cut),
+        ([f"model.path={tmp_path}/fp8", f"rollout.model_path={tmp_path}/plain"], None),
+        (["rollout.model_path=Qwen3-4B"], other),
+    ]
+    wrong = []
+    for options, sentence in cases:
+        problems = plan_of(subject_of(load(recipe, options), recipe.stem, "h100", memory_of_this_machine=64e9)).problems
+        if [*map(bool, problems)] != [True] * bool(sentence) or (sentence and sentence not in problems[0]):
+            wrong.append((options, problems))
+    assert not wrong
