@@ -76,8 +76,10 @@ def model_problems(config: PretrainedConfig, ranks: int) -> Iterator[str]:
     text, option = config.get_text_config(), "sequence_packing" if ranks == 1 else "context_parallel_size"
     if why := _unpackable(config, text):
         yield f"training.{option} needs attention that keeps samples apart, and {why}: leave it out"
-    elif text.num_attention_heads % ranks:
-        yield f"training.context_parallel_size is {ranks}, which must divide {text.num_attention_heads} attention heads"
+    elif ranks > 1 and not (heads := getattr(text, "num_attention_heads", None)):
+        yield f"training.context_parallel_size is {ranks}, but {text.model_type} has no number of heads: leave it out"
+    elif ranks > 1 and heads % ranks:
+        yield f"training.context_parallel_size is {ranks}, which must divide {heads} attention heads"
 
 
 def _unpackable(config: PretrainedConfig, text: PretrainedConfig) -> str | None:
@@ -167,7 +169,7 @@ def _within(
             last, start = min(first + step, end), begin if window is None else max(begin, first - window + 1)
             own, keys, values = query[:, :, first:last], key[:, :, start:last], value[:, :, start:last]
             parts.append(_attend(own, keys, values, scaling, None if start == first else window, sinks))
-    return torch.cat(parts, 2).transpose(1, 2)
+    return torch.cat(parts, 2).transpose(1, 2).contiguous()  # some models view it, as the library's own attention
 
 
 def _fused(

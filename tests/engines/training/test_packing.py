@@ -4,16 +4,17 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.multiprocessing import ProcessRaisedException
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.training.torch.attention import model_problems, packing_problems
+from cairn.engines.training.torch.attention import Segments, model_problems, packing_problems, use_packed_attention
 from cairn.engines.types.types import TrainBatch
 from tests.architectures import ARCHITECTURES, VOCABULARY, Architecture, architecture
 from tests.engines.training.builders import make_batch, make_engine, weights_of
@@ -148,6 +149,30 @@ def test_models_whose_samples_depend_on_their_row_are_named() -> None:
     for kind, options, reason in reasons:
         problems = list(model_problems(AutoConfig.for_model(kind, **options), 1))
         assert [reason in problem for problem in problems] == [True], (kind, problems)
+
+
+def test_a_model_that_views_its_attention_reads_packed_rows() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2, "intermediate_size": 32}
+    sizes |= {"kv_channels": 8, "vocab_size": 64, "num_local_experts": 2}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("jetmoe", **sizes)).eval()
+    assert list(model_problems(model.config, 1)) == []
+    rows = [torch.arange(3, 12)[None], torch.arange(20, 32)[None]]
+    positions = torch.cat([torch.arange(row.shape[1]) for row in rows])[None]
+    with torch.no_grad():
+        alone = torch.cat([model(input_ids=row).logits for row in rows], 1)
+        use_packed_attention(model)
+        segments = Segments([9, 12], torch.device("cpu"), None)
+        packed = model(input_ids=torch.cat(rows, 1), position_ids=positions, segments=segments, use_cache=False).logits
+    assert (packed - alone).abs().max() <= BOUND
+
+
+def test_a_config_without_a_number_of_heads_is_named() -> None:
+    config = SimpleNamespace(model_type="llama")
+    config.get_text_config = lambda: config
+    assert list(model_problems(config, 1)) == []  # type: ignore[arg-type]
+    (problem,) = model_problems(config, 2)  # type: ignore[arg-type]
+    assert "llama has no number of heads" in problem
 
 
 def test_a_rotation_that_is_no_name_is_no_reason_and_breaks_nothing() -> None:

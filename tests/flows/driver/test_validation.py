@@ -503,7 +503,9 @@ def test_servers_may_load_the_model_in_fp8_and_no_other_model(model: Path, data:
     into_fp8(ends := copy("ends"))
     (ends / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
     (problem,) = problems(ends)
-    assert problem.startswith(f"rollout.model_path: responses end at tokens [2, 7] by the configs in {ends}, and at [2]")
+    assert problem.startswith(
+        f"rollout.model_path: responses end at tokens [2, 7] by the configs in {ends}, and at [2]"
+    )
     into_fp8(shapes := copy("shapes"), {"model.norm.weight": torch.ones(3)})
     (problem,) = problems(shapes)
     assert problem.startswith(
