@@ -12,6 +12,7 @@ store while it writes the next. A file is hashed before the copy and not read ba
 """
 
 import hashlib
+import logging
 import queue
 import socket
 import tempfile
@@ -54,6 +55,9 @@ from cairn.engines.training.sharding import raise_together, raising_together
 from cairn.engines.types.errors import EngineError
 from cairn.storage.store.errors import Damaged, named, naming_full
 from cairn.storage.store.store import Store, StoredFile
+
+# It warns of writers in other processes, which are not used here, and of functions that it still calls itself.
+logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
 
 # Transfer of checkpoint files between this machine and a store; files are hashed on this machine.
 

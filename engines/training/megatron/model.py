@@ -1,5 +1,6 @@
 """Megatron's process groups, model and optimizer for a configuration, which need not repeat values of config.json."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ from cairn.engines.training.megatron.weights import Parameter, Sizes, load_weigh
 from cairn.engines.training.value_model import value_head
 
 rope_utils._apply_rotary_pos_emb_thd = rotate_packed
+logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # warns that it gets no new features
 
 
 class PostNorm(torch.nn.Module):
