@@ -74,9 +74,10 @@ def packing_problems(path: str, ranks: int) -> Iterator[str]:
 def model_problems(config: PretrainedConfig, ranks: int) -> Iterator[str]:
     """Yield these sentences for a model's config, or for that of its language part."""
     text, option = config.get_text_config(), "sequence_packing" if ranks == 1 else "context_parallel_size"
+    heads = int(getattr(text, "num_attention_heads", None) or 0)
     if why := _unpackable(config, text):
         yield f"training.{option} needs attention that keeps samples apart, and {why}: leave it out"
-    elif ranks > 1 and not (heads := getattr(text, "num_attention_heads", None)):
+    elif ranks > 1 and not heads:
         yield f"training.context_parallel_size is {ranks}, but {text.model_type} has no number of heads: leave it out"
     elif ranks > 1 and heads % ranks:
         yield f"training.context_parallel_size is {ranks}, which must divide {heads} attention heads"
