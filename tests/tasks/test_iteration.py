@@ -79,7 +79,7 @@ def test_replay_stops_at_a_state_that_is_not_the_committed_one(tiny_assets: Path
     run_iterations(tmp_path, config, 2)
     with tiny_context(str(tmp_path), config) as (run, _):
         trained = run.committed(1, Step.TRAIN)
-        run._commits[1, Step.TRAIN, None] = trained.model_copy(update={"state_digest": "0" * 64})
+        run._commits.add((1, Step.TRAIN, None), trained.model_copy(update={"state_digest": "0" * 64}))
         with pytest.raises(
             ReplayDiverged, match=rf"000001/train: expected state digest 0{{64}}, found {trained.state_digest}"
         ):
