@@ -59,7 +59,7 @@ class Serving:
 
 
 def served_parameters(model: Model, serving: Serving) -> float:
-    """Return the number of weight elements on each rank, as the models of SGLang 0.5.21 and 0.5.23 divide them."""
+    """Return the number of weight elements on each rank, as the models of SGLang 0.5.23 divide them."""
 
     def ranks(tensor: Tensor) -> int:
         match tensor.part:
