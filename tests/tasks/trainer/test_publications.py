@@ -53,7 +53,8 @@ def lose(fleet: Fleet) -> None:
     lost = ray.get(holder.put.remote())
     ray.kill(holder)
     wait_for(lambda: not ray.wait(lost, timeout=0)[0], 30)
-    fleet.weights._stored[1] = (fleet.weights._find(1)[0], lost)
+    publication, (_, sent) = fleet.weights._find(1)
+    fleet.weights._stored[1] = (publication, (lost, sent))
 
 
 def exchange(fleet: Fleet) -> None:
