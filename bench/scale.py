@@ -139,7 +139,7 @@ def drive(checkout: Path, folder: Path, url: str, environment: dict[str, str], *
                  "PREFECT_HOME": str(folder / "prefect")},
             cwd=folder, stdout=sys.stderr, timeout=DEADLINE, check=False,
         )  # fmt: skip
-    killed = options.get("end_after") is not None
+    killed = options.get("resume") or options.get("end_after") is not None
     if done.returncode != (9 if killed else 0):
         raise SystemExit(f"the driver ended with {done.returncode}; its messages stand above")
     found: dict[str, Any] = json.loads(results.read_text())

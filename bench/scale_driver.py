@@ -26,7 +26,8 @@ from cairn.storage.opening import open_for_runs
 from cairn.tasks.durable.events import StepCommitted, StepStarted
 
 KILLED = 9
-"""Exit status of a driver that was asked to end after some iterations, as if it had been killed."""
+"""Exit status of a driver that ends as if it had been killed: after some iterations, or before the first step that it
+executes of a run that it resumes."""
 
 
 class Memory:
@@ -139,6 +140,7 @@ class Watch:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._end_after: int | None = options.get("end_after")
+        self._resumes: bool = options.get("resume", False)
         self._results = Path(options["results"])
         self.memory, calls = Memory(), Calls()
         self._measured = Measured(Path(os.environ[store_counts.FOLDER]), calls, Processes(os.getpid()))
@@ -174,6 +176,9 @@ class Watch:
             self._opened = True
             self.found["to_first_step"] = self._since(self._began)
             self.found["to_first_step"]["waited"] = sum(end - start for start, end in self._waits)
+            if self._resumes:
+                self.save()
+                os._exit(KILLED)
         if event.iteration > self._iteration:  # an iteration begins before the one before it is reported to be done
             self._end(self._iteration)
         now = time.perf_counter(), time.process_time()

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 FOLDER = "CAIRN_BENCH_COUNTS"
 
@@ -144,10 +145,9 @@ def _count_s3(counts: _Counts, store: Any) -> None:
         size = 0
         if operation_name in ("PutObject", "UploadPart"):
             size = len(request.data) if isinstance(request.data, bytes | bytearray) else _size(request.data)
-        path = request.url.partition("?")[0]
-        if _S3.get(operation_name) == "LIST":
-            path = str(request.params.get("prefix", "")) if isinstance(request.params, dict) else ""
-        counts.add(_S3.get(operation_name, operation_name), path, size)
+        url = urlsplit(request.url)
+        where = {**parse_qs(url.query), **{name: [value] for name, value in dict(request.params or {}).items()}}
+        counts.add(_S3.get(operation_name, operation_name), where.get("prefix", [url.path])[0], size)
 
     def counting(self: Any) -> Any:
         connection = connect(self)
