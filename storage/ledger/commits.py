@@ -130,8 +130,8 @@ class OutputFile(Record):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     """SHA-256 of the file's bytes."""
     content: str | None = None
-    """SHA-256 of a table without its measured columns (`cairn.storage.ledger.schemas.ALL_MEASURED`); None if the table
-    has no such column."""
+    """SHA-256 of a table's content without its measured columns (`cairn.storage.ledger.schemas.ALL_MEASURED`), as the
+    version of the code that wrote the table encodes it; None if the table has no such column."""
 
     @field_validator("path")
     @classmethod
