@@ -23,6 +23,11 @@ class CheckpointConfig(Section):
     """Number of newest iterations whose samples and other snapshot files are retained, as well as those that recovery
     would read. Commits, with all metrics and digests, always remain. Null retains all files."""
 
+    store_weights: bool | None = None
+    """Every iteration stores the weights that it publishes, in `rollout.dtype`, so that they can be evaluated, exported
+    and served without a trainer: whole with every checkpoint, and else as the bits that differ from the iteration
+    before. By default on, except in runs that a version without this option created."""
+
     @rule
     def _recovery_keeps_what_it_needs(self) -> None:
         for name in ("save_retain_interval", "retain_snapshots"):
