@@ -46,9 +46,7 @@ def temporary_pin(ledger: Ledger, iteration: int) -> Iterator[None]:
     If several evaluations copy it at once, the one that ends last unpins it. Raises Retired if it is gone.
     """
     owner = ledger.owner(iteration)
-    retention = from_manifest(owner.manifest.config).checkpoint
-    everything_stays = retention.save_retain_interval is None and retention.retain_snapshots is None
-    if everything_stays or _pins(owner.decisions.all(), iteration)[0]:
+    if from_manifest(owner.manifest.config).checkpoint.retains_everything or _pins(owner.decisions.all(), iteration)[0]:
         yield
         return
     own = pin(owner, iteration, why=WHY)
