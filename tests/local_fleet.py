@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
+
 from cairn.configs.engines import reader_of
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import view
@@ -27,6 +29,7 @@ from cairn.engines.types.types import (
     SamplingParams,
     Stream,
 )
+from cairn.engines.weights.versions import FILE_BYTES, VersionWriter
 from cairn.storage.opening import open_store
 from cairn.storage.records import Environment
 from cairn.storage.store.store import StoredFile
@@ -188,6 +191,7 @@ class LocalTraining:
 
     def restart(self) -> None:
         self.restarts += 1
+        self._versions = VersionWriter()
         config = self._config
         self.engine = make_engine(
             config.model,
@@ -206,6 +210,12 @@ class LocalTraining:
 
     def save(self, store_url: str, folder: str) -> list[StoredFile]:
         return self.engine.save(open_store(store_url), folder)
+
+    def write_version(
+        self, version: int, store_url: str, folder: str, dtype: str, digest: str, base: str | None
+    ) -> list[StoredFile]:
+        buckets = self.engine.export_weights(FILE_BYTES)
+        return self._versions.write(open_store(store_url), folder, buckets, getattr(torch, dtype), digest, base)
 
     def load(self, store_url: str, folder: str) -> None:
         self.engine.load(open_store(store_url), folder)

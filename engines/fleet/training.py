@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate
+from typing import TYPE_CHECKING, Any, Concatenate, Literal
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.actors import EngineActor
@@ -113,6 +113,19 @@ class TrainingHandle(ModelHandle):
     def load(self, store_url: str, folder: str) -> None:
         """Replace the state with a checkpoint. Raises Damaged."""
         self.on_all(TrainingRank.load, _absolute(store_url), folder)
+
+    def write_version(
+        self,
+        version: int,
+        store_url: str,
+        folder: str,
+        dtype: Literal["float32", "bfloat16"],
+        digest: str,
+        base: str | None,
+    ) -> list[StoredFile]:
+        """Write the weights of `version` below `folder`; returns the files. Raises WrongVersion and the store's
+        errors."""
+        return self.on_all(TrainingRank.write_version, version, _absolute(store_url), folder, dtype, digest, base)[0]
 
     def export_weights(self, version: int, bucket_bytes: int) -> "Generator[Bucket]":
         """Yield buckets of weights in the object store, as arguments of calls: Ray passes the value. Each is made while

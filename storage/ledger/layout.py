@@ -68,11 +68,13 @@ class Kind(StrEnum):
     """Files of the checkpoint."""
     SNAPSHOTS = "snapshots"
     """Files of all other steps."""
+    WEIGHTS = "weights"
+    """Stored weights of the sync step."""
 
     @classmethod
     def of(cls, step: str) -> "Kind":
         """Return the kind with which a step's files retire."""
-        return cls.CHECKPOINT if step == cls.CHECKPOINT else cls.SNAPSHOTS
+        return {"checkpoint": cls.CHECKPOINT, "sync": cls.WEIGHTS}.get(step, cls.SNAPSHOTS)
 
 
 def is_name(name: str, longest: int = LONGEST_NAME) -> bool:

@@ -204,6 +204,13 @@ class Ledger:
         rollout: Any = self.manifest.config.get("rollout", {})
         return lag_of(rollout.get("pipeline", "sync"), rollout.get("lag"), rollout.get("max_age"))
 
+    @property
+    def stores_weights(self) -> bool:
+        """Whether sync steps store the weights that they publish. Runs that a version without this option created do
+        not."""
+        checkpoint: Any = self.manifest.config.get("checkpoint", {})
+        return checkpoint.get("store_weights", False) is not False
+
     def owner(self, iteration: int) -> "Ledger":
         """Return the ledger that holds an iteration: this one or a parent's."""
         return self if self.parent is None or iteration >= self.first_iteration else self.parent.owner(iteration)

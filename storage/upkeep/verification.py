@@ -16,6 +16,7 @@ from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, OutputFile, Step, parse_commit_name
 from cairn.storage.ledger.decisions import Decision, RedactedFile, Redaction, read_decision, redacted_files
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.publications import base_of
 from cairn.storage.ledger.redacted import Fault, Finding
 from cairn.storage.ledger.schemas import TRAJECTORIES, TRAJECTORY_PROMPTS
 from cairn.storage.ledger.snapshots import is_retired, read_table
@@ -180,6 +181,7 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
                         *(check for check in checks if isinstance(check, Finding)),
                         *_verify_terms(ledger, commit),
                         *_verify_inputs(commit, path, digests),
+                        *_verify_base(ledger, commit, path),
                         *(() if any(checks) else mixed_histories(store, commit)),
                     ),
                 )
@@ -294,6 +296,15 @@ def _verify_terms(ledger: Ledger, commit: Commit) -> Iterator[Finding]:
     except Damaged as error:
         path = layout.upgrade(commit.run, commit.terms)
         yield Finding(fault=Fault.MISSING, path=path, message=str(error))
+
+
+def _verify_base(ledger: Ledger, commit: Commit, path: str) -> Iterator[Finding]:
+    """Yield a finding where stored weights are a difference to another commit than the ledger has."""
+    if commit.step is Step.SYNC:
+        try:
+            base_of(ledger, commit)
+        except Damaged as error:
+            yield Finding(fault=Fault.INPUT_DIFFERS, path=path, message=str(error))
 
 
 def _read_commit(store: Store, path: str) -> Commit | Finding:
