@@ -118,7 +118,7 @@ class Fleet:
                 models.
             tenure: the driver's right to a fleet that its successors take over. None: no other driver will have it, and
                 it ends with this process, on a joined cluster too.
-            report: called with a sentence on each engine that is lost and replaced, and why.
+            report: called with a sentence on each engine that is lost and replaced, and why, and on a silent head.
             trains_only: start the training engine alone, for a caller that samples, scores and publishes nothing.
             samples_only: start everything but the training engine, for a caller that samples with the initial weights.
 
@@ -153,6 +153,7 @@ class Fleet:
                 make_warm=lambda: warm.take(config),
             )
             stack.callback(cluster.close)
+            cluster.report = report
             cluster.start_workers_with(warm.threads_of(config))
             fixed = [role for role in roles if role.bundles and not (joining and role is rollout_role)]
             if config.uses_gpus and (problem := gpu_problem(config.fleet.gpu, machine_resources())):

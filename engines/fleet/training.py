@@ -1,5 +1,6 @@
 """The driver's handle on the training engine, with all of its ranks."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -33,17 +34,21 @@ FAILURE_GRACE = 10.0
 
 
 def _on_ranks(
-    method: Method[P, R], agree: Callable[[R], object] | None = None
+    method: Method[P, R], agree: Callable[[R], object] | None = None, *, end_together: bool = False
 ) -> "Callable[Concatenate[TrainingHandle, P], R]":
     """Return the handle's method that calls `method` on all ranks and returns the result of rank 0.
 
     Args:
         agree: the part of the results that must be equal on all ranks.
+        end_together: whether the method's last work is collective. Then a rank is hung that does not return within
+            `training.distributed_timeout_minutes` after another one.
     """
 
     @wraps(method)
     def call(self: "TrainingHandle", *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.agreed(self.on_all(method, *args, **kwargs), agree)
+        calls = self._send_all(method, *args, **kwargs)
+        results = self._gather(calls, Deadline(self._timeout), self.distributed_timeout if end_together else math.inf)
+        return self.agreed(results, agree)
 
     return call
 
@@ -59,9 +64,11 @@ class TrainingHandle(ModelHandle):
     position = _on_ranks(TrainingEngine.position, _state)
     """Waits for an update that is under way, such as one that a dead driver began. Raises EngineError where ranks
     differ, or a state is neither the old nor the new one: restart the engine then."""
-    train = _on_ranks(TrainingEngine.train, lambda result: (result.weight_version, result.state_digest))
-    gradient_digests = _on_ranks(TrainingEngine.gradient_digests, lambda digests: digests)
-    score = _on_ranks(TrainingEngine.score)
+    train = _on_ranks(
+        TrainingEngine.train, lambda result: (result.weight_version, result.state_digest), end_together=True
+    )
+    gradient_digests = _on_ranks(TrainingEngine.gradient_digests, lambda digests: digests, end_together=True)
+    score = _on_ranks(TrainingEngine.score, end_together=True)
     weights_checksum = _on_ranks(TrainingEngine.weights_checksum)
     checksum_at = _on_ranks(TrainingRank.checksum_at)
     export_hf = _on_ranks(TrainingRank.export_hf)
@@ -222,20 +229,25 @@ class TrainingHandle(ModelHandle):
         self._gather(calls, deadline)
 
     def on_all(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call every rank, and return the results in the order of ranks. A batch is stored once for all of them."""
-        stored: Any = [put(value) if isinstance(value, TrainBatch) else value for value in args]
-        return self._gather(self.call_all(None, method, *stored, **kwargs), Deadline(self._timeout))
+        """Call every rank, and return the results in the order of ranks."""
+        return self._gather(self._send_all(method, *args, **kwargs), Deadline(self._timeout))
 
-    def _gather(self, calls: list[Call[R]], deadline: Deadline) -> list[R]:
+    def _send_all(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> list[Call[R]]:
+        """Send every rank a call for long work. A batch is stored once for all of them."""
+        stored: Any = [put(value) if isinstance(value, TrainBatch) else value for value in args]
+        return self.call_all(None, method, *stored, **kwargs)
+
+    def _gather(self, calls: list[Call[R]], deadline: Deadline, spread: float = math.inf) -> list[R]:
         """Return the results of all ranks, or raise what all of them raise. If the ranks end differently, the engine is
         unusable. The others may then wait for the failed rank for ever, so they get only `FAILURE_GRACE` seconds, and
-        none after a death."""
+        none after a death. After a result each further one may take `spread` seconds."""
         results: dict[int, R] = {}
         failures: dict[int, Exception] = {}
         ranks = {call.ref: rank for rank, call in enumerate(calls)}
         running = list(ranks)
         while running and not any(isinstance(failure, EngineDied) for failure in failures.values()):
-            ended, running = wait(running, FAILURE_GRACE if failures else deadline.remaining)
+            seconds = min(deadline.remaining, spread) if results else deadline.remaining
+            ended, running = wait(running, FAILURE_GRACE if failures else seconds)
             if not ended:
                 break
             for ref in ended:
@@ -261,7 +273,8 @@ class TrainingHandle(ModelHandle):
                 f"{method}() ended differently on the ranks of {self.name}: {raised}; it must be restarted"
             )
         late = ", ".join(self._actors[ranks[ref]].name for ref in running)
-        raise EngineTimeout(f"{method}() did not return within {deadline.seconds:g} s from {late}")
+        limit = f"{spread:g} s after the other ranks" if results and deadline.remaining else f"{deadline.seconds:g} s"
+        raise EngineTimeout(f"{method}() did not return within {limit} from {late}")
 
     def agreed(self, values: list[R], agree: Callable[[R], object] | None) -> R:
         """Return the value of rank 0. Raises EngineError where what `agree` returns differs between ranks."""
