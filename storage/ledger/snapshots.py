@@ -239,15 +239,6 @@ class AttemptFolder:
             raise FileNotFoundError(f"{self.path(name)} is not in the store, although its writer reported it")
         return OutputFile(path=self._within_root(name), bytes=file.bytes, sha256=file.sha256)
 
-    def discard_superseded(self) -> None:
-        """Delete the write-ahead parts that a commit made useless, in the background.
-
-        Store errors are ignored: a collector removes what is left.
-        """
-        paths, self.superseded = self.superseded, []
-        if paths:
-            threading.Thread(target=_delete_all, args=(self.store, paths), name="discard-parts", daemon=True).start()
-
     def discard(self) -> None:
         """Delete the files of an attempt that will not be committed; they may fill the disk.
 
@@ -287,10 +278,23 @@ class Attempt(AttemptFolder):
         self.step = step
 
 
-def _delete_all(store: Store, paths: list[str]) -> None:
+def discard_superseded(attempts: Iterable[AttemptFolder]) -> None:
+    """Delete the write-ahead parts that the commits of attempts in one store made useless, in the background.
+
+    Store errors are ignored: a collector removes what is left.
+    """
+    folders = [one for one in attempts if one.superseded]
+    paths = [path for one in folders for path in one.superseded]
+    for one in folders:
+        one.superseded = []
+    if paths:
+        deletion = folders[0].store.delete_many
+        threading.Thread(target=_quietly, args=(deletion, paths), name="discard-parts", daemon=True).start()
+
+
+def _quietly(delete: Callable[[Sequence[str]], None], paths: Sequence[str]) -> None:
     with suppress(StoreError):
-        for path in paths:
-            store.delete(path)
+        delete(paths)
 
 
 def read_bytes(store: Store, run: str, output: OutputFile) -> bytes:

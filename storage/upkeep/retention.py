@@ -56,6 +56,8 @@ from cairn.storage.store import canonical
 from cairn.storage.store.errors import BeingDeleted, Damaged, LinkOutsideStore, Redacted, Retired
 from cairn.storage.store.store import REQUESTS, Store
 
+_TOGETHER = 8
+"""Files that are deleted between two calls of a guard."""
 _WAITING = frozenset({Disposition.BUFFER, Disposition.CONTINUE})
 
 
@@ -106,15 +108,14 @@ def remove(store: Store, paths: Iterable[str], guard: Callable[[], None] = lambd
 
 
 def delete_all(store: Store, paths: Iterable[str], guard: Callable[[], None] = lambda: None) -> None:
-    """Delete files, eight in parallel.
+    """Delete files, eight at a time.
 
     `guard` is called before each eight; what it raises ends the deletion and propagates.
     """
     paths = list(paths)
-    with ThreadPoolExecutor(REQUESTS) as pool:
-        for first in range(0, len(paths), REQUESTS):
-            guard()
-            list(pool.map(store.delete, paths[first : first + REQUESTS]))
+    for first in range(0, len(paths), _TOGETHER):
+        guard()
+        store.delete_many(paths[first : first + _TOGETHER])
 
 
 def due(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -> Iterator[Retirement]:

@@ -7,6 +7,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import JsonValue
@@ -101,8 +102,10 @@ class ResponseLengths:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._means: dict[int, tuple[int, float]] = {}
-        """Epoch and mean tokens, by the prompt's row in the data."""
+        self._epochs = np.empty(0, np.int32)
+        """Newest epoch of each row of the data; -1: none. Arrays, because there may be millions of rows."""
+        self._means = np.empty(0, np.float64)
+        """Mean tokens in that epoch."""
 
     def add(self, samples: pa.Table) -> None:
         """Add the lengths of rows of the rollout table. Failed samples do not count."""
@@ -112,14 +115,21 @@ class ResponseLengths:
         means = table.group_by(["prompt_index", "epoch"]).aggregate([("tokens", "mean")])
         with self._lock:
             for row in means.sort_by("epoch").to_pylist():
-                if row["epoch"] >= self._means.get(row["prompt_index"], (0, 0.0))[0]:
-                    self._means[row["prompt_index"]] = row["epoch"], row["tokens_mean"]
+                prompt = row["prompt_index"]
+                if prompt >= len(self._epochs):
+                    more = 2 * prompt + 1 - len(self._epochs)
+                    self._epochs = np.pad(self._epochs, (0, more), constant_values=-1)
+                    self._means = np.pad(self._means, (0, more))
+                if row["epoch"] >= self._epochs[prompt]:
+                    self._epochs[prompt], self._means[prompt] = row["epoch"], row["tokens_mean"]
 
     def longest_first(self, samples: Iterable[SampleRequest], prompts: Mapping[int, int]) -> list[SampleRequest]:
         """Return the samples in the order in which they must begin; the samples of a prompt stay together. `prompts`
         maps the id of a group to its row in the data."""
         with self._lock:
-            known = {id: self._means[row][1] for id, row in prompts.items() if row in self._means}
+            rows = len(self._epochs)
+            seen = ((id, row) for id, row in prompts.items() if row < rows and self._epochs[row] >= 0)
+            known = {id: float(self._means[row]) for id, row in seen}
         return sorted(samples, key=lambda sample: -known.get(sample.group_id, float("inf")))
 
 

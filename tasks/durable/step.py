@@ -7,14 +7,16 @@ A step is a pure function of commits. A call looks up the step's commit in the l
                                               (`cairn.storage.ledger.terms`)
     found, other inputs or configuration   -> StaleCommits; the run must not continue
     not found                              -> the body runs, writes files into a fresh attempt folder, and the commit
-                                              is created exclusively; a driver that loses this race adopts the
-                                              winner's
+                                              is created exclusively, that of a shard with others in one record
+                                              (`cairn.storage.ledger.shards`); a driver that loses this race adopts
+                                              the winner's
 
 So any driver may call a step any number of times, and the step happens once.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, Generic, ParamSpec
 
@@ -28,6 +30,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import Reader, reads_under, view
 from cairn.storage.ledger.commits import Commit, OutputFile, Step
 from cairn.storage.ledger.layout import commit_name
+from cairn.storage.ledger.shards import SHARED
 from cairn.storage.ledger.snapshots import Attempt
 from cairn.storage.ledger.terms import Rules, Terms
 from cairn.storage.records import Environment
@@ -149,30 +152,33 @@ class DurableStep(Generic[Args]):
         attempt = run.ledger.attempt(iteration, self.name, shard)
         earlier = self._earlier_digests(run, arguments)
         call = StepCall(run, iteration, shard, attempt, input_digest(inputs, config_digest), earlier)
-        try:
-            with attempt.discarded_on_failure():
-                outcome = self.perform(call, *args, **kwargs)
-        except Exception:
-            run.retries.failed((iteration, self.name, shard), time.perf_counter() - began)
-            raise
-        tried, replayed = run.retries.take((iteration, self.name, shard)), run.replays.take()
-        commit = run.commit(
-            iteration=iteration,
-            step=self.name,
-            shard=shard,
-            attempt=attempt,
-            inputs=dict(sorted((inputs | {one.name: one.digest for one in outcome.selected}).items())),
-            config_digest=config_digest,
-            outputs=tuple(outcome.files),
-            weight_version_in=outcome.weight_version_in,
-            weight_version_out=outcome.weight_version_out,
-            state_digest=outcome.state_digest,
-            values=dict(outcome.values),
-            metrics={**outcome.metrics, **tried.metrics(), **replayed.metrics()},
-            timings={**outcome.timings, **tried.timings(), **replayed.timings()},
-            started_at=started_at,
-            environment=outcome.environment or run.environment,
-        )
+        shared = self.name in SHARED
+        with run.ledger.running(iteration) if shared else nullcontext():
+            try:
+                with attempt.discarded_on_failure():
+                    outcome = self.perform(call, *args, **kwargs)
+            except Exception:
+                run.retries.failed((iteration, self.name, shard), time.perf_counter() - began)
+                raise
+            tried, replayed = run.retries.take((iteration, self.name, shard)), run.replays.take()
+            commit = run.commit(
+                iteration=iteration,
+                step=self.name,
+                shard=shard,
+                attempt=attempt,
+                inputs=dict(sorted((inputs | {one.name: one.digest for one in outcome.selected}).items())),
+                config_digest=config_digest,
+                outputs=tuple(outcome.files),
+                weight_version_in=outcome.weight_version_in,
+                weight_version_out=outcome.weight_version_out,
+                state_digest=outcome.state_digest,
+                values=dict(outcome.values),
+                metrics={**outcome.metrics, **tried.metrics(), **replayed.metrics()},
+                timings={**outcome.timings, **tried.timings(), **replayed.timings()},
+                started_at=started_at,
+                environment=outcome.environment or run.environment,
+                shared=shared,
+            )
         before = run.find(iteration - 1, self.name, shard) if iteration else None
         if before is not None:
             report_environment_change(run, before, commit.environment)
