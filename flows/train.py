@@ -54,6 +54,7 @@ from cairn.tasks.durable.quarantine import apply_requests
 from cairn.tasks.durable.step import report_environment_change
 from cairn.tasks.halves import oldest_open, publish_for_open_halves
 from cairn.tasks.streaming.opening import open_stream
+from cairn.tasks.trainer.checkpoint import checkpoint_due
 from cairn.tasks.trainer.recovery import ReplayDiverged
 from cairn.tasks.trainer.self_test import self_test_once
 
@@ -240,7 +241,7 @@ def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
 
     The newest iterations are entered again even if all their steps are committed: each step finds its own commit.
     """
-    first = oldest_open(run.ledger)
+    first = first_to_execute(run)
     total = run.config.rollout.num_rollout
     lease = run.ledger.lease
     assert lease is not None
@@ -299,6 +300,17 @@ def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
     retries = run.ledger.store.retries
     on_event(RunDone(run.ledger.run, trained.weight_version_out, trained.state_digest, retries))
     on_event.settle()
+
+
+def first_to_execute(run: RunContext) -> int:
+    """Return the oldest iteration that a driver enters: the oldest open one, or the one before it if its checkpoint was
+    still being written and the next update has not been made."""
+    first = oldest_open(run.ledger)
+    before = first - 1
+    if before < run.ledger.first_iteration or not checkpoint_due(run.config, before):
+        return first
+    made = run.find(before, Step.CHECKPOINT) is not None or run.find(first, Step.TRAIN) is not None
+    return first if made else before
 
 
 def remove_old_files(run: RunContext) -> None:

@@ -159,15 +159,19 @@ class TrainingHandle(ModelHandle):
         url, deadline = _absolute(store_url), self._deadline_of(copy.bytes)
         failed: list[Exception] = []
         written: list[list[StoredFile]] = []
-        for call in self.call_all(SAVING, TrainingRank.write_copy, url, folder):
-            try:
-                written.append(call.result(deadline))
-            except Exception as error:  # raised once all ranks have ended, so that none still writes
-                failed.append(error)
-        if failed:
-            raise failed[0]
-        indexes = [files[-1] for files in written]
-        description = self.call(SAVING, TrainingRank.describe_copy, url, folder, indexes).result()
+        try:
+            for call in self.call_all(SAVING, TrainingRank.write_copy, url, folder):
+                try:
+                    written.append(call.result(deadline))
+                except Exception as error:  # raised once all ranks have ended, so that none still writes
+                    failed.append(error)
+            if failed:
+                raise next((error for error in failed if isinstance(error, EngineDied)), failed[0])
+            indexes = [files[-1] for files in written]
+            description = self.call(SAVING, TrainingRank.describe_copy, url, folder, indexes).result()
+        except (EngineDied, EngineTimeout):  # a part of the copy is gone with its rank
+            self._copy = None
+            raise
         return [*(file for files in written for file in files), description]
 
     def drop_copy(self) -> None:
