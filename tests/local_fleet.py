@@ -208,8 +208,9 @@ class LocalTraining:
         self.updates += 1
         return self.engine.train(*args, **kwargs)
 
-    def save(self, store_url: str, folder: str) -> list[StoredFile]:
-        return self.engine.save(open_store(store_url), folder)
+    def holds_copy(self, version: int | None, state_digest: str | None) -> bool:
+        copy = self.engine._copy  # type: ignore[attr-defined]
+        return copy is not None and (copy.weight_version, copy.state_digest) == (version, state_digest)
 
     def write_version(
         self, version: int, store_url: str, folder: str, dtype: str, digest: str, base: str | None
@@ -217,7 +218,12 @@ class LocalTraining:
         buckets = self.engine.export_weights(FILE_BYTES)
         return self._versions.write(open_store(store_url), folder, buckets, getattr(torch, dtype), digest, base)
 
-    def load(self, store_url: str, folder: str) -> None:
+    def write_copy(self, store_url: str, folder: str) -> list[StoredFile]:
+        store = open_store(store_url)
+        files = self.engine.write_copy(store, folder)
+        return [*files, self.engine.describe_copy(store, folder, files[-1:])]
+
+    def load(self, store_url: str, folder: str, size: int = 0) -> None:
         self.engine.load(open_store(store_url), folder)
 
     @property

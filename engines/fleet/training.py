@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal
@@ -12,7 +13,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.actors import EngineActor
 from cairn.engines.fleet.calls import Deadline, put, wait
 from cairn.engines.fleet.fencing import Method, P, R
-from cairn.engines.fleet.handles import SENDING, Actor, Call, ModelHandle
+from cairn.engines.fleet.handles import CONTROL, SAVING, SENDING, Actor, Call, ModelHandle
 from cairn.engines.rollout.plan import kind_of, served_model
 from cairn.engines.training.base import TrainingEngine
 from cairn.engines.training.rank import TrainingRank
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 RANK = "cairn.engines.training.rank:TrainingRank"
 """Class that an actor makes as its engine, and starts when the other ranks exist too."""
+
+LEAST_RATE = 20e6
+"""Bytes a second that a rank writes or reads of a checkpoint at least, beyond `training.timeout`."""
 
 FAILURE_GRACE = 10.0
 """Seconds that the other ranks get to end a call after one of them failed."""
@@ -51,6 +55,18 @@ def _on_ranks(
         return self.agreed(results, agree)
 
     return call
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """The state that the ranks have copied."""
+
+    version: int
+    state_digest: str
+    restarts: int
+    """Restarts of the engine before it."""
+    bytes: int
+    """Size on the rank with the largest part."""
 
 
 def _state(position: Position) -> object:
@@ -89,6 +105,7 @@ class TrainingHandle(ModelHandle):
         self._timeout = config.training.timeout
         self._offloaded_since: int | None = None
         """Number of restarts at which all ranks had released their memory; None where they may have it."""
+        self._copy: _Copy | None = None
 
     def offload(self) -> None:
         """Have all ranks release their memory. Asks no rank where they have done so already."""
@@ -115,11 +132,70 @@ class TrainingHandle(ModelHandle):
 
     def save(self, store_url: str, folder: str) -> list[StoredFile]:
         """Write a checkpoint below `folder`; returns its files."""
-        return self.on_all(TrainingRank.save, _absolute(store_url), folder)[0]
+        self.copy_state()
+        try:
+            return self.write_copy(store_url, folder)
+        finally:
+            self.drop_copy()
 
-    def load(self, store_url: str, folder: str) -> None:
-        """Replace the state with a checkpoint. Raises Damaged."""
-        self.on_all(TrainingRank.load, _absolute(store_url), folder)
+    def copy_state(self) -> None:
+        """Copy the state to the memory of the ranks' machines. The engine may go on to train when this returns."""
+        position = self.position()
+        restarts = self.restarts
+        sizes = self.on_all(TrainingEngine.copy_state)
+        self._copy = _Copy(position.weight_version, position.state_digest, restarts, max(sizes))
+
+    def holds_copy(self, version: int | None, state_digest: str | None) -> bool:
+        """Return whether the ranks hold a copy of this state."""
+        copy = self._copy
+        return copy is not None and (copy.version, copy.state_digest, copy.restarts) == (
+            version,
+            state_digest,
+            self.restarts,
+        )
+
+    def write_copy(self, store_url: str, folder: str) -> list[StoredFile]:
+        """Write a checkpoint of the copied state below `folder`, while the engine may train; returns its files.
+
+        Raises the store's errors, EngineError without a copy, EngineDied, and EngineTimeout if the ranks write less
+        than `LEAST_RATE`.
+        """
+        copy = self._copy
+        if copy is None:
+            raise EngineError(f"{self.name} holds no copy of its state: it has to be copied again")
+        url, deadline = _absolute(store_url), self._deadline_of(copy.bytes)
+        failed: list[Exception] = []
+        written: list[list[StoredFile]] = []
+        try:
+            for call in self.call_all(SAVING, TrainingRank.write_copy, url, folder):
+                try:
+                    written.append(call.result(deadline))
+                except Exception as error:  # raised once all ranks have ended, so that none still writes
+                    failed.append(error)
+            if failed:
+                raise next((error for error in failed if isinstance(error, EngineDied)), failed[0])
+            indexes = [files[-1] for files in written]
+            description = self.call(SAVING, TrainingRank.describe_copy, url, folder, indexes).result()
+        except (EngineDied, EngineTimeout):  # a part of the copy is gone with its rank
+            self._copy = None
+            raise
+        return [*(file for files in written for file in files), description]
+
+    def drop_copy(self) -> None:
+        """Free the copied state."""
+        self._copy = None
+        with suppress(EngineError):  # a rank that is gone holds none
+            for call in self.call_all(CONTROL, TrainingEngine.drop_copy):
+                call.result()
+
+    def load(self, store_url: str, folder: str, size: int = 0) -> None:
+        """Replace the state with a checkpoint of `size` bytes. Raises Damaged."""
+        calls = self.call_all(None, TrainingRank.load, _absolute(store_url), folder)
+        self._gather(calls, self._deadline_of(size // len(self._actors)))
+
+    def _deadline_of(self, size: int) -> Deadline:
+        """Return the deadline of a call in which each rank moves up to `size` bytes."""
+        return Deadline(self._timeout + size / LEAST_RATE)
 
     def write_version(
         self,

@@ -1,6 +1,6 @@
 """Interface of every training engine."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -95,9 +95,22 @@ class TrainingEngine(Protocol):
     def export_hf(self, folder: Path) -> None:
         """Write the weights, config and generation config as a model folder in Hugging Face format, on rank 0."""
 
+    def copy_state(self) -> int:
+        """Copy this rank's part of the state to the host, in place of an earlier copy. Return its size in bytes."""
+
+    def write_copy(self, store: Store, folder: str) -> list[StoredFile]:
+        """Write the copy's files below `folder`; its index is the last. Another thread may train meanwhile, and calls
+        of other ranks do not matter. Raises the store's errors, and EngineError without a copy."""
+
+    def describe_copy(self, store: Store, folder: str, indexes: Sequence[StoredFile]) -> StoredFile:
+        """Write the description of a checkpoint whose ranks have written these indexes. Raises as `write_copy` does."""
+
+    def drop_copy(self) -> None:
+        """Free the copy."""
+
     def save(self, store: Store, folder: str) -> list[StoredFile]:
-        """Write the whole state below `folder`. Return all files on rank 0 and none elsewhere. Raises the store's
-        errors."""
+        """Write the whole state below `folder`: copy, write and describe it. Return all files on rank 0 and none
+        elsewhere. Raises the store's errors."""
 
     def load(self, store: Store, folder: str) -> None:
         """Replace the whole state by a saved one, of any layout of ranks.

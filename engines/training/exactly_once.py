@@ -5,7 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -18,17 +18,31 @@ from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.processes.fingerprint import TORCH, engine_environment
 from cairn.engines.training.aggregations import NO_WEIGHT, Weight, sequence_weights
 from cairn.engines.training.batching import MicroBatch, check_batch, check_trainable, split_steps
+from cairn.engines.training.checkpoint import Described, Holds, read_sealed
 from cairn.engines.training.collate import collate_trained
 from cairn.engines.training.losses.objective import correction_weights
 from cairn.engines.training.needs import has_critic
 from cairn.engines.training.optimizer import learning_rate, weight_decay
+from cairn.engines.training.parts import (
+    FORMAT,
+    HostCopy,
+    NamedParts,
+    PartsState,
+    Saved,
+    copy_to_host,
+    read_parts,
+    write_copy,
+    write_description,
+)
 from cairn.engines.training.protocol import over_steps
+from cairn.engines.training.sharding import raising_together
 from cairn.engines.types.errors import EngineError, NotFinite, WrongVersion
 from cairn.engines.types.types import ModelRole, Position, TrainBatch, TrainResult
 from cairn.engines.weights.fingerprint import fingerprint
 from cairn.storage.records import Environment
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged
+from cairn.storage.store.store import Store, StoredFile
 
 
 def with_picked(batch: TrainBatch, sequences: Sequence[int], algorithm: AlgorithmConfig) -> TrainBatch:
@@ -140,6 +154,10 @@ class ExactlyOnceEngine(ABC):
 
     _packages: Sequence[str] = TORCH
     """Packages that the engine computes with."""
+    _description: ClassVar[str]
+    """Name of the file that describes a checkpoint."""
+    _older: ClassVar[Mapping[int, type[Described]]]
+    """Descriptions of checkpoints in older formats."""
     _learners: Mapping[str, Learner]
     _scorers: Mapping[str, Scorer]
 
@@ -167,6 +185,7 @@ class ExactlyOnceEngine(ABC):
         self._last: tuple[str, TrainResult] | None = None
         self._interrupted: str | None = None
         self._offloaded = False
+        self._copy: HostCopy | None = None
 
     @abstractmethod
     def _plan(self, lengths: dict[int, int]) -> list[MicroBatch]:
@@ -179,6 +198,22 @@ class ExactlyOnceEngine(ABC):
     @abstractmethod
     def _compute_digest(self) -> str:
         """Return the digest of parameters and optimizer state of all learners and `_version`; all ranks take part."""
+
+    @abstractmethod
+    def _parts(self, *, owned: bool) -> NamedParts:
+        """Return the parts of the state that this rank holds, as views; with `owned` those that it writes, of which no
+        other rank writes any."""
+
+    @abstractmethod
+    def _has(self) -> Holds:
+        """Return what the state consists of."""
+
+    @abstractmethod
+    def _load_older(self, store: Store, folder: str, state: Described) -> None:
+        """Replace the state by one that an earlier version of Cairn wrote; see `load`."""
+
+    def _filled(self) -> None:  # noqa: B027  (most engines have nothing to complete)
+        """Complete a state of which the parts were replaced. All ranks take part."""
 
     @abstractmethod
     def _update_reference(self) -> None:
@@ -265,6 +300,58 @@ class ExactlyOnceEngine(ABC):
         if self._digest is None:
             self._digest = self._compute_digest()
         return self._digest
+
+    def copy_state(self) -> int:
+        self._require_ready()
+        digest, self._copy = self.state_digest(), None
+        self._copy = copy_to_host(
+            self._parts(owned=True), rank=self._rank, weight_version=self._version, state_digest=digest
+        )
+        return self._copy.bytes
+
+    def write_copy(self, store: Store, folder: str) -> list[StoredFile]:
+        return write_copy(store, folder, self._held_copy())
+
+    def describe_copy(self, store: Store, folder: str, indexes: Sequence[StoredFile]) -> StoredFile:
+        copy = self._held_copy()
+        path = f"{folder}/{self._description}"
+        return write_description(
+            store, path, indexes, weight_version=copy.weight_version, state_digest=copy.state_digest
+        )
+
+    def drop_copy(self) -> None:
+        self._copy = None
+
+    def save(self, store: Store, folder: str) -> list[StoredFile]:
+        self.copy_state()
+        written: list[StoredFile] = []
+        with raising_together(self._world_size, self._device):
+            written = self.write_copy(store, folder)
+        every: list[Any] = [written] * self._world_size
+        if self._world_size > 1:
+            dist.all_gather_object(every, written)
+        with raising_together(self._world_size, self._device):
+            if self._rank == 0:
+                written = [file for own in every for file in own]
+                written.append(self.describe_copy(store, folder, [own[-1] for own in every]))
+        self.drop_copy()
+        return written if self._rank == 0 else []
+
+    def load(self, store: Store, folder: str) -> None:
+        self._require_onloaded()
+        with raising_together(self._world_size, self._device):
+            state = read_sealed(store, folder, self._description, {FORMAT: PartsState, **self._older})
+        if isinstance(state, PartsState):
+            saved = Saved.open(store, folder, state, self._world_size, self._device)
+            with raising_together(self._world_size, self._device):
+                self._has().check(folder, saved.shapes)
+            self._interrupted = "load"
+            with torch.no_grad():
+                read_parts(store, saved, self._parts(owned=False), self._world_size, self._device)
+                self._filled()
+        else:
+            self._load_older(store, folder, state)
+        self._end_load(folder, weight_version=state.weight_version, state_digest=state.state_digest)
 
     def environment(self) -> Environment:
         return engine_environment(self._device, self._packages)
@@ -364,6 +451,11 @@ class ExactlyOnceEngine(ABC):
                 f"checkpoint {folder} is damaged: the loaded state has digest {loaded}, but {state_digest} was saved"
             )
         self._interrupted = None
+
+    def _held_copy(self) -> HostCopy:
+        if self._copy is None:
+            raise EngineError("the training engine holds no copy of its state: it has to be copied again")
+        return self._copy
 
     def _move_to(self, version: int) -> None:
         self._version, self._digest = version, None

@@ -93,8 +93,11 @@ class TrainingRank(WeightSource):
         scores = self._started.score(batch, role)
         return scores if self._rank == 0 else None
 
-    def save(self, store_url: str, folder: str) -> list[StoredFile]:
-        return self._started.save(open_store(store_url), folder)
+    def write_copy(self, store_url: str, folder: str) -> list[StoredFile]:
+        return self._started.write_copy(open_store(store_url), folder)
+
+    def describe_copy(self, store_url: str, folder: str, indexes: list[StoredFile]) -> StoredFile:
+        return self._started.describe_copy(open_store(store_url), folder, indexes)
 
     def load(self, store_url: str, folder: str) -> None:
         self._started.load(open_store(store_url), folder)

@@ -9,7 +9,7 @@ from the parent's folder.
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -104,6 +104,7 @@ class Ledger:
         parent: Parent | None = None,
         rules: Mapping[str, Rules] | None = None,
         imported: Imported | None = None,
+        changing: Collection[str] = (),
     ) -> "Ledger":
         """Create a run, or open it if it exists with the same configuration and inputs (see `open`).
 
@@ -125,7 +126,7 @@ class Ledger:
                 created = cls(store, manifest)
                 created._terms.begin()
                 return created
-        return cls.open(store, run, config, inputs, rules)
+        return cls.open(store, run, config, inputs, rules, changing)
 
     @classmethod
     def open(
@@ -135,6 +136,7 @@ class Ledger:
         config: BaseModel | Mapping[str, Any] | None = None,
         inputs: Mapping[str, str] | None = None,
         rules: Mapping[str, Rules] | None = None,
+        changing: Collection[str] = (),
     ) -> "Ledger":
         """Open a run.
 
@@ -149,11 +151,13 @@ class Ledger:
             config: configuration to compare with the recorded one.
             inputs: digests of the inputs to compare with the recorded ones.
             rules: what the steps read.
+            changing: options of `config` that may differ from the recorded ones, and replace them from the next commit
+                on.
         """
         ledger = cls(store, read_manifest(store, run))
         if config is not None:
             ledger.manifest.require_own("weights and no configuration to continue with")
-            ledger._terms.declare(config, inputs, rules)
+            ledger._terms.declare(config, inputs, rules, changing)
         elif inputs is not None and (differing := input_differences(ledger.terms.inputs, inputs)):
             raise RunDiffers(run, differing)
         return ledger

@@ -77,7 +77,8 @@ def _restore_from(run: RunContext, position: Position | None, weights: Commit | 
     run.fleet.turns.for_training()
     origin = "the initial weights" if current < 0 else f"iteration {current}"
     if saved is not None and current < begin:
-        run.fleet.training.load(run.ledger.store.url, run.ledger.folder_of(saved))
+        size = sum(output.bytes for output in saved.outputs)
+        run.fleet.training.load(run.ledger.store.url, run.ledger.folder_of(saved), size)
         _require_state(saved, run.fleet.training.position().state_digest)
         current, origin = begin, f"the checkpoint of iteration {begin}"
     todo = target - current

@@ -64,15 +64,13 @@ def test_an_altered_or_missing_table_is_damage_with_expected_and_found(ledger: L
         read_table(ledger.store, ledger.run, output)
 
 
-def test_a_file_that_an_engine_wrote_is_adopted_as_it_says_and_one_that_is_not_there_refused(ledger: Ledger) -> None:
+def test_a_file_that_an_engine_wrote_is_adopted_as_it_says(ledger: Ledger) -> None:
     attempt = _attempt(ledger)
     written = StoredFile(f"{attempt.folder}/by-engine/rank-0", 7, hashlib.sha256(b"weights").hexdigest())
     ledger.store.write(written.path, b"weights")
     adopted = attempt.adopt(written)
     assert (adopted.bytes, adopted.sha256) == (written.bytes, written.sha256)
     assert ledger.store.read(layout.in_run(ledger.run, adopted.path)) == b"weights"
-    with pytest.raises(FileNotFoundError, match="although its writer reported it"):
-        attempt.adopt(StoredFile(f"{attempt.folder}/by-engine/rank-1", 7, written.sha256))
 
 
 def test_equal_tables_have_equal_bytes() -> None:

@@ -68,10 +68,10 @@ def test_a_stray_folder_among_the_runs_stops_nobody(
     warned: list[str] = []
     run = SimpleNamespace(
         ledger=ledger,
-        config=SimpleNamespace(checkpoint=EVERY_FOURTH, rollout=SimpleNamespace(num_rollout=100)),
+        config=SimpleNamespace(checkpoint=EVERY_FOURTH),
         emit=lambda event: warned.append(event.text),
     )
-    remove_old_files(run, 9)  # type: ignore[arg-type]
+    remove_old_files(run)  # type: ignore[arg-type]
     assert warned == []
     assert list(garbage(ledger)) is not None
     assert not list(retire(ledger, EVERY_FOURTH)), "the driver has retired what is due"
