@@ -16,6 +16,7 @@ from cairn.engines.rollout.plan import kind_of, served_model
 from cairn.engines.training.base import TrainingEngine
 from cairn.engines.training.rank import TrainingRank
 from cairn.engines.training.weight_source import WeightSource
+from cairn.engines.types.batches import BatchSource
 from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, Superseded
 from cairn.engines.types.types import Position, TrainBatch
 from cairn.engines.weights.layout import Layout
@@ -62,6 +63,7 @@ class TrainingHandle(ModelHandle):
     train = _on_ranks(TrainingEngine.train, lambda result: (result.weight_version, result.state_digest))
     gradient_digests = _on_ranks(TrainingEngine.gradient_digests, lambda digests: digests)
     score = _on_ranks(TrainingEngine.score)
+    write_scores = _on_ranks(TrainingEngine.write_scores)
     weights_checksum = _on_ranks(TrainingEngine.weights_checksum)
     checksum_at = _on_ranks(TrainingRank.checksum_at)
     export_hf = _on_ranks(TrainingRank.export_hf)
@@ -210,7 +212,7 @@ class TrainingHandle(ModelHandle):
 
     def on_all(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call every rank, and return the results in the order of ranks. A batch is stored once for all of them."""
-        stored: Any = [put(value) if isinstance(value, TrainBatch) else value for value in args]
+        stored: Any = [put(value) if isinstance(value, TrainBatch | BatchSource) else value for value in args]
         return self._gather(self.call_all(None, method, *stored, **kwargs), Deadline(self._timeout))
 
     def _gather(self, calls: list[Call[R]], deadline: Deadline) -> list[R]:
