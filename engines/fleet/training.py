@@ -18,6 +18,7 @@ from cairn.engines.rollout.plan import kind_of, served_model
 from cairn.engines.training.base import TrainingEngine
 from cairn.engines.training.rank import TrainingRank
 from cairn.engines.training.weight_source import WeightSource
+from cairn.engines.types.batches import BatchSource
 from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, Superseded
 from cairn.engines.types.types import Position, TrainBatch
 from cairn.engines.weights.layout import Layout
@@ -85,6 +86,7 @@ class TrainingHandle(ModelHandle):
     )
     gradient_digests = _on_ranks(TrainingEngine.gradient_digests, lambda digests: digests, end_together=True)
     score = _on_ranks(TrainingEngine.score, end_together=True)
+    write_scores = _on_ranks(TrainingEngine.write_scores, end_together=True)
     weights_checksum = _on_ranks(TrainingEngine.weights_checksum)
     checksum_at = _on_ranks(TrainingRank.checksum_at)
     export_hf = _on_ranks(TrainingRank.export_hf)
@@ -310,7 +312,7 @@ class TrainingHandle(ModelHandle):
 
     def _send_all(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> list[Call[R]]:
         """Send every rank a call for long work. A batch is stored once for all of them."""
-        stored: Any = [put(value) if isinstance(value, TrainBatch) else value for value in args]
+        stored: Any = [put(value) if isinstance(value, TrainBatch | BatchSource) else value for value in args]
         return self.call_all(None, method, *stored, **kwargs)
 
     def _gather(self, calls: list[Call[R]], deadline: Deadline, spread: float = math.inf) -> list[R]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from cairn.engines.types.batches import BatchSource, ScoreWriter
 from cairn.engines.types.types import ModelRole, Position, TrainBatch, TrainResult
 from cairn.storage.records import Environment
 from cairn.storage.store.store import Store, StoredFile
@@ -23,8 +24,9 @@ class TrainingEngine(Protocol):
 
     The constructor is `Engine(model, training, algorithm, *, temperature, total_steps, rank, world_size, device)`. It
     raises BadModel where the model's folder cannot be used. With more than one rank, every method is called on all
-    ranks with the same arguments and takes part in collective communication. Each rank receives the whole batch and
-    takes its own part of it. All ranks return the same unless stated otherwise.
+    ranks with the same arguments and takes part in collective communication. Each rank takes its own part of a batch
+    that it receives as a whole, or reads its own part from a source. All ranks return the same unless stated
+    otherwise.
 
     An update happens exactly once: the engine knows its current weight version and the input it was last trained on,
     and rejects an update that expects another version. Only `train` and `load` change weights. If one of them is
@@ -37,7 +39,7 @@ class TrainingEngine(Protocol):
 
     def train(
         self,
-        batch: TrainBatch,
+        batch: TrainBatch | BatchSource,
         *,
         num_steps: int,
         expected_version: int,
@@ -57,11 +59,12 @@ class TrainingEngine(Protocol):
             WrongVersion: the engine is not at `expected_version`; nothing was changed.
             ValueError: the batch cannot be trained on (a field is missing or has the wrong length, or a part has no
                 trained token); nothing was changed.
+            Damaged, StoreError: the source cannot be read; nothing was changed.
             NotFinite: the loss or gradient of a part is infinite or not a number. That step was not taken. If it was
                 not the first, a checkpoint must be loaded.
         """
 
-    def gradient_digests(self, batch: TrainBatch, *, num_steps: int) -> tuple[str, str]:
+    def gradient_digests(self, batch: TrainBatch | BatchSource, *, num_steps: int) -> tuple[str, str]:
         """Compute the gradients of the batch's first optimizer step twice, for actor and critic. Return both digests.
 
         Nothing of the state changes. The arguments, and ValueError, are those of `train`.
@@ -78,6 +81,10 @@ class TrainingEngine(Protocol):
         Raises:
             ValueError: the configuration requires no model of that role.
         """
+
+    def write_scores(self, batch: BatchSource, roles: Sequence[ModelRole], writer: ScoreWriter) -> Any:
+        """Score a batch from a source under some models, as `score` does, and have the writer store all scores on rank
+        0. Return what it returns on rank 0, None elsewhere. Raises as `train` does for a source."""
 
     def export_weights(self, bucket_bytes: int, *, on_device: bool = False) -> "Iterator[dict[str, torch.Tensor]]":
         """Yield the weights in the training's number format, on the CPU or on the device, in buckets of at most

@@ -37,11 +37,13 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import RunDiffers, StoreError
 from cairn.storage.store.store import Store
+from cairn.tasks.durable.beside import StepProcess
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
 from cairn.tasks.durable.retries import GivenUp
 from cairn.tasks.durable.selection import last_selection
 from cairn.tasks.durable.versions import weight_version_after
+from cairn.tasks.step_process import MODULE
 from cairn.tasks.steps import rules, stale_steps
 from cairn.tasks.trainer.checkpoint import checkpoint
 from cairn.tasks.trainer.recovery import ReplayDiverged
@@ -205,6 +207,9 @@ def open_run(
         if relayout and before is not None:
             for option, then, now in layout_differences(before, config):
                 warn(f"{option} was {then}, is {now}: bits may differ from the next update on")
+        beside = StepProcess(MODULE)
+        stack.callback(beside.close)
+        context.attach(beside)
         yield context
 
 

@@ -197,6 +197,7 @@ class RunContext(RecordedRun):
         environment: Environment,
         emit: Callable[[StepEvent], None],
         trusted: Callable[[RunConfig], RunConfig] = lambda recorded: recorded,
+        cache_bytes: int | None = None,
     ) -> None:
         """Create the context.
 
@@ -206,8 +207,9 @@ class RunContext(RecordedRun):
             graders: maps the name of a benchmark to its grader, None to the grader of the training samples.
             trusted: returns a recorded configuration with code that may be imported, or raises ConfigError. By default
                 none may.
+            cache_bytes: see `RecordedRun`.
         """
-        super().__init__(config, ledger)
+        super().__init__(config, ledger, cache_bytes)
         self._whole_config, self._trusted = config, trusted
         self.tokenizer = tokenizer
         self.data = data

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec
 
 import pyarrow as pa
@@ -36,6 +37,8 @@ from cairn.storage.ledger.terms import Rules, Terms
 from cairn.storage.records import Environment
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import StaleCommits
+from cairn.tasks.data.drawing import MixedData
+from cairn.tasks.durable.beside import StepProcess
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message, StepCommitted, StepStarted
 
@@ -107,6 +110,79 @@ class StepCall:
         return commit_name(self.iteration, self.attempt.step, self.shard)
 
 
+BESIDE_BYTES = 2**20
+"""Bytes of the tables that a step reads from which on its body runs beside the driver."""
+
+
+@dataclass(frozen=True)
+class GraderTerms:
+    """What a step beside the driver knows of the grader, which grades in the driver."""
+
+    name: str
+    version: str
+    sees_whole_samples: bool
+    sees_tokens: bool
+    by_group: bool
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """Execution of a step's body beside the driver. Can be pickled."""
+
+    step: Step
+    config: RunConfig
+    store_url: str
+    run: str
+    created_at: float
+    """Time when the run was created, to which the chat template's clock is fixed."""
+    iteration: int
+    shard: str | None
+    attempt: str
+    input_digest: str
+    earlier_digests: frozenset[str]
+    environment: Environment
+    grader: GraderTerms
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, step: Step, call: StepCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "StepRequest":
+        """Return the request for a call of a step."""
+        run, grader = call.run, call.run.grader
+        return cls(
+            step,
+            run.config,
+            run.ledger.store.url,
+            run.ledger.run,
+            run.ledger.manifest.created_at,
+            call.iteration,
+            call.shard,
+            call.attempt.name,
+            call.input_digest,
+            call.earlier_digests,
+            run.environment,
+            GraderTerms(grader.name, grader.version, grader.sees_whole_samples, grader.sees_tokens, grader.by_group),
+            args,
+            kwargs,
+        )
+
+
+def goes_beside(run: RunContext) -> bool:
+    """Return whether a run's steps need nothing of its data, which is open in the driver alone."""
+    return not isinstance(run.data, MixedData) and not run.grader.sees_messages
+
+
+def _large(arguments: Sequence[Any]) -> bool:
+    lists = (argument if isinstance(argument, list | tuple) else [argument] for argument in arguments)
+    commits = (item for one in lists for item in one if isinstance(item, Commit))
+    return sum(table.bytes for commit in commits for table in commit.tables) >= BESIDE_BYTES
+
+
+def _answer(run: RunContext, question: Any) -> Any:
+    """Return the grades of samples, for a step beside the driver. `question`: arguments of `Grading.grade`."""
+    return run.grader.grade(*question)
+
+
 @dataclass(frozen=True)
 class DurableStep(Generic[Args]):
     """A step body with its name and the configuration fields that it reads. Any other field raises UndeclaredRead, in
@@ -124,6 +200,8 @@ class DurableStep(Generic[Args]):
     finds: tuple[Step, ...] = ()
     """Steps whose commits the body selects itself while it runs. The selection depends on timing, and the step's own
     commit records it."""
+    beside: bool = False
+    """Whether the body may run beside the driver: it reads tokens, and of the run it needs only a `StepRequest`."""
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -187,7 +265,14 @@ class DurableStep(Generic[Args]):
         return commit
 
     def perform(self, call: StepCall, *args: Args.args, **kwargs: Args.kwargs) -> Outcome:
-        """Run the body and write its tables. Return the outcome with every file and the seconds for both."""
+        """Run the body and write its tables. Return the outcome with every file and the seconds for both.
+
+        A body that may run beside the driver does so where the run has a process for it and there is much to read.
+        """
+        process = call.run.attached(StepProcess)
+        if process is not None and self.beside and _large([*args, *kwargs.values()]) and goes_beside(call.run):
+            outcome: Outcome = process.call(StepRequest.of(self.name, call, args, kwargs), partial(_answer, call.run))
+            return outcome
         call = replace(call, run=call.run.seen_as(view(call.run.config, self._reader(call.run.config))))
         began = time.perf_counter()
         outcome = self.body(call, *args, **kwargs)
@@ -273,12 +358,13 @@ def durable(
     externals: tuple[str, ...] = (),
     engines: tuple[str, ...] = (),
     finds: tuple[Step, ...] = (),
+    beside: bool = False,
 ) -> Callable[[Callable[Concatenate[StepCall, Args], Outcome]], DurableStep[Args]]:
     """Turn a body into a durable step. Its Commit arguments become inputs; its other arguments must be JSON values.
     `DurableStep` explains the parameters."""
 
     def wrap(body: Callable[Concatenate[StepCall, Args], Outcome]) -> DurableStep[Args]:
-        return DurableStep(name, body, reads, externals, engines, finds)
+        return DurableStep(name, body, reads, externals, engines, finds, beside)
 
     return wrap
 

@@ -17,8 +17,9 @@ from cairn.flows.report.data import read_samples, read_tokens
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.schemas import EVAL, MEASURED, ROLLOUT, TRAJECTORIES, TRAJECTORY_PROMPTS
 from cairn.storage.upkeep.verification import verify
-from cairn.tasks.batch.batch import arrays, train_batch, trained_shards
+from cairn.tasks.batch.batch import arrays, trained_shards
 from cairn.tasks.batch.sequences import join_by_sample, split_trajectories
+from cairn.tasks.batch.source import train_batch
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.selection import last_selection
 from cairn.tasks.evaluation.evaluate import evaluate
