@@ -54,33 +54,13 @@ class _Recent(Generic[K, V]):
                 self._total -= self._size(dropped)
 
 
-class RecordedRun:
-    """Commits and tables of a run, which are not read again while they are in use. Thread-safe."""
+class Snapshots:
+    """Tables of commits, which are not read again while they are in use. Thread-safe."""
 
-    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
-        self.config = config
-        self.ledger = ledger
-        self._commits: _Recent[tuple[int, Step, str | None], Commit] = _Recent(COMMIT_CACHE, lambda commit: 1)
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._tables: _Recent[str, pa.Table] = _Recent(TABLE_CACHE_BYTES, lambda table: table.nbytes)
         """Snapshots by their digests."""
-
-    def find(self, iteration: int, step: Step, shard: str | None = None) -> Commit | None:
-        """Return the step's commit, or None. Commits never change, so one that was seen lately is not read again."""
-        key = (iteration, step, shard)
-        commit = self._commits.get(key)
-        if commit is None:
-            commit = self.ledger.find(iteration, step, shard)
-            if commit is not None:
-                self._commits.add(key, commit)
-        return commit
-
-    def committed(self, iteration: int, step: Step, shard: str | None = None) -> Commit:
-        """Return the step's commit. Raises Damaged if it is missing although it must exist."""
-        commit = self.find(iteration, step, shard)
-        if commit is None:
-            name = f"{iteration:06d}/{step}" + (f".{shard}" if shard else "")
-            raise Damaged(f"the commit {name} of run {self.ledger.run} is missing, but later steps were made from it")
-        return commit
 
     def read(self, commit: Commit, columns: Sequence[str] | None = None) -> pa.Table:
         """Return the Parquet snapshot of a commit that has exactly one, checked against its digest."""
@@ -106,10 +86,38 @@ class RecordedRun:
     def _read(self, run: str, output: OutputFile, read: Callable[[Store, str, OutputFile], pa.Table]) -> pa.Table:
         table = self._tables.get(output.sha256)
         if table is None:
-            table = read(self.ledger.store, run, output)
+            table = read(self._store, run, output)
             self.remember(output, table)
         return table
 
     def remember(self, output: OutputFile, table: pa.Table) -> None:
         """Cache a snapshot that was just written: the next steps read it."""
         self._tables.add(output.sha256, table)
+
+
+class RecordedRun(Snapshots):
+    """Commits and tables of a run, which are not read again while they are in use. Thread-safe."""
+
+    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+        super().__init__(ledger.store)
+        self.config = config
+        self.ledger = ledger
+        self._commits: _Recent[tuple[int, Step, str | None], Commit] = _Recent(COMMIT_CACHE, lambda commit: 1)
+
+    def find(self, iteration: int, step: Step, shard: str | None = None) -> Commit | None:
+        """Return the step's commit, or None. Commits never change, so one that was seen lately is not read again."""
+        key = (iteration, step, shard)
+        commit = self._commits.get(key)
+        if commit is None:
+            commit = self.ledger.find(iteration, step, shard)
+            if commit is not None:
+                self._commits.add(key, commit)
+        return commit
+
+    def committed(self, iteration: int, step: Step, shard: str | None = None) -> Commit:
+        """Return the step's commit. Raises Damaged if it is missing although it must exist."""
+        commit = self.find(iteration, step, shard)
+        if commit is None:
+            name = f"{iteration:06d}/{step}" + (f".{shard}" if shard else "")
+            raise Damaged(f"the commit {name} of run {self.ledger.run} is missing, but later steps were made from it")
+        return commit
