@@ -43,7 +43,7 @@ from cairn.engines.fleet.remote_stream import SUBMITTING, TAKING
 from cairn.engines.fleet.requirements import gpu_problem, ranks_together
 from cairn.engines.fleet.reward_model import RewardModelHandle
 from cairn.engines.fleet.roles import ActorRole, Bundle, in_bundles
-from cairn.engines.fleet.rollout import RolloutHandle, RouterHandle
+from cairn.engines.fleet.rollout import KEEPING, RolloutHandle, RouterHandle
 from cairn.engines.fleet.training import TrainingHandle
 from cairn.engines.fleet.turns import Turns, share_bundles
 from cairn.engines.fleet.weights.exchange import WeightExchange
@@ -323,7 +323,7 @@ def _rollout_role(config: RunConfig, plan: LaunchPlan) -> ActorRole:
         config.rollout.num_threads,
         digest(config, ["model.path", "rollout", "fleet.num_cpus_per_engine", "fleet.call_timeout", *SHARING])[:16],
         "rollout.num_engines, rollout.num_gpus_per_engine, fleet.num_cpus_per_engine",
-        groups=((SUBMITTING, 1), (TAKING, config.rollout.num_episode_workers)),
+        groups=((SUBMITTING, 1), (TAKING, config.rollout.num_episode_workers), (KEEPING, 2)),
     )
 
 

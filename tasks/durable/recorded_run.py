@@ -15,6 +15,7 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import CALLS, IMAGE_BYTES, complete
 from cairn.storage.ledger.snapshots import read_recorded_table
 from cairn.storage.store.errors import Damaged
+from cairn.storage.store.store import Store
 
 TABLE_CACHE_BYTES = 1 << 28
 """Maximum size, in bytes, of the snapshots that stay in memory after a write or read, since later steps of the
@@ -54,42 +55,20 @@ class _Recent(Generic[K, V]):
                 self._total -= self._size(dropped)
 
 
-class RecordedRun:
-    """Commits and tables of a run, which are not read again while they are in use. Thread-safe."""
+class Snapshots:
+    """Tables of commits, which are not read again while they are in use. Thread-safe."""
 
-    def __init__(self, config: RunConfig, ledger: Ledger, cache_bytes: int | None = None) -> None:
-        """`cache_bytes`: instead of TABLE_CACHE_BYTES."""
-        cache_bytes = TABLE_CACHE_BYTES if cache_bytes is None else cache_bytes
-        self.config = config
-        self.ledger = ledger
-        self._commits: _Recent[tuple[int, Step, str | None], Commit] = _Recent(COMMIT_CACHE, lambda commit: 1)
+    def __init__(self, store: Store, cache_bytes: int = TABLE_CACHE_BYTES) -> None:
+        self._store = store
         self._tables: _Recent[str, pa.Table | CheckedTable] = _Recent(cache_bytes, lambda table: table.nbytes)
         """Snapshots by their digests."""
-
-    def find(self, iteration: int, step: Step, shard: str | None = None) -> Commit | None:
-        """Return the step's commit, or None. Commits never change, so one that was seen lately is not read again."""
-        key = (iteration, step, shard)
-        commit = self._commits.get(key)
-        if commit is None:
-            commit = self.ledger.find(iteration, step, shard)
-            if commit is not None:
-                self._commits.add(key, commit)
-        return commit
-
-    def committed(self, iteration: int, step: Step, shard: str | None = None) -> Commit:
-        """Return the step's commit. Raises Damaged if it is missing although it must exist."""
-        commit = self.find(iteration, step, shard)
-        if commit is None:
-            name = f"{iteration:06d}/{step}" + (f".{shard}" if shard else "")
-            raise Damaged(f"the commit {name} of run {self.ledger.run} is missing, but later steps were made from it")
-        return commit
 
     def read(self, commit: Commit, columns: Sequence[str] | None = None) -> pa.Table:
         """Return the Parquet snapshot of a commit that has exactly one, checked against its digest, or those of some
         columns that it has."""
         kept = self._tables.get(commit.table.sha256)
         if kept is None:
-            kept = CheckedTable(self.ledger.store, commit.run, commit.table)
+            kept = CheckedTable(self._store, commit.run, commit.table)
             self._tables.add(commit.table.sha256, kept)
         if columns is None:
             if isinstance(kept, CheckedTable):
@@ -119,10 +98,38 @@ class RecordedRun:
     def _read(self, run: str, output: OutputFile) -> pa.Table:
         table = self._tables.get(output.sha256)
         if table is None:
-            table = read_recorded_table(self.ledger.store, run, output)
+            table = read_recorded_table(self._store, run, output)
             self.remember(output, table)
         return table
 
     def remember(self, output: OutputFile, table: pa.Table) -> None:
         """Cache a snapshot that was just written: the next steps read it."""
         self._tables.add(output.sha256, table)
+
+
+class RecordedRun(Snapshots):
+    """Commits and tables of a run, which are not read again while they are in use. Thread-safe."""
+
+    def __init__(self, config: RunConfig, ledger: Ledger, cache_bytes: int = TABLE_CACHE_BYTES) -> None:
+        super().__init__(ledger.store, cache_bytes)
+        self.config = config
+        self.ledger = ledger
+        self._commits: _Recent[tuple[int, Step, str | None], Commit] = _Recent(COMMIT_CACHE, lambda commit: 1)
+
+    def find(self, iteration: int, step: Step, shard: str | None = None) -> Commit | None:
+        """Return the step's commit, or None. Commits never change, so one that was seen lately is not read again."""
+        key = (iteration, step, shard)
+        commit = self._commits.get(key)
+        if commit is None:
+            commit = self.ledger.find(iteration, step, shard)
+            if commit is not None:
+                self._commits.add(key, commit)
+        return commit
+
+    def committed(self, iteration: int, step: Step, shard: str | None = None) -> Commit:
+        """Return the step's commit. Raises Damaged if it is missing although it must exist."""
+        commit = self.find(iteration, step, shard)
+        if commit is None:
+            name = f"{iteration:06d}/{step}" + (f".{shard}" if shard else "")
+            raise Damaged(f"the commit {name} of run {self.ledger.run} is missing, but later steps were made from it")
+        return commit

@@ -58,6 +58,7 @@ from cairn.engines.fleet.handles import UPDATING
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.fleet.training import TrainingHandle
 from cairn.engines.rollout.base import RolloutEngine
+from cairn.engines.types.types import FinishReason
 from cairn.flows.events import Event
 from cairn.flows.orchestration.server import PREFECT_HOME
 from cairn.storage.ledger.commits import Commit, Step
@@ -67,6 +68,7 @@ from cairn.storage.logs.sample_log import SampleLog
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import StepCommitted, StepStarted
 from cairn.tasks.durable.step import DurableStep, Outcome, StepCall
+from cairn.tasks.generation import rollout
 from cairn.tasks.trainer import recovery
 from tests.chaos.commands import COMMANDS, Command, give
 from tests.chaos.in_flight import watch_updates
@@ -151,6 +153,16 @@ class Striker:
                 self._strike(attempt.iteration, attempt.step, "halfway")
 
         SampleLog.append = appending  # type: ignore[method-assign]
+        generate = rollout.generate_samples
+
+        def generating(step: StepCall, *args: Any, **options: Any) -> Iterator[Any]:
+            """Engines have logs of their own: their samples are there when the driver hears of their ends."""
+            for ends in generate(step, *args, **options):
+                if any(end.finish_reason != FinishReason.ABORT for end in ends):
+                    self._strike(step.iteration, Step.ROLLOUT, "halfway")
+                yield ends
+
+        rollout.generate_samples = generating  # type: ignore[assignment]
         perform = DurableStep.perform
 
         def performing(step: DurableStep[Any], call: StepCall, *args: Any, **kwargs: Any) -> Outcome:
