@@ -9,6 +9,8 @@ and measured. `bench.pipeline_sim` predicts clusters with these costs.
 
   CPU       seconds of the driver's process, on a part of a run that is the same each time, on shards, engines, samples
             and tokens
+  tail      of these, those of the steps after the last reward: filter, advantage, score, train and sync, one after the
+            other
   memory    the most private memory, on the same
   requests  those that do not depend on the time that something takes: all but the renewals and checks of leases, and
             the parts of write-ahead logs. These are counted and therefore predicted exactly
@@ -29,6 +31,9 @@ from rich.table import Table
 
 from bench import scale
 from bench.command import parse, say
+
+BESIDE = ("rollout", "reward")
+"""Steps beside which engines generate."""
 
 PACED = ("lease", "write-ahead")
 """Objects whose requests depend on the time."""
@@ -72,9 +77,12 @@ SMALL = (
 )
 """Sizes at one and two engines, to which the costs are fitted."""
 
+ALL = ("run", "shard", "engine", "sample", "million tokens")
+
 READS = {
-    "CPU seconds": ("run", "shard", "engine", "sample", "million tokens"),
-    "memory MB": ("run", "shard", "engine", "sample", "million tokens"),
+    "CPU seconds": ALL,
+    "tail CPU seconds": ALL,
+    "memory MB": ALL,
     "requests": ("run", "shard"),
     "paced requests": ("shard",),
     "calls": ("run", "shard", "engine"),
@@ -129,6 +137,7 @@ def load_of(iteration: Mapping[str, Any]) -> Load:
     paced = sum(count for name, count in iteration["requests"].items() if name.endswith(PACED))
     return {
         "CPU seconds": iteration["cpu"].get("driver", 0.0),
+        "tail CPU seconds": sum(own["cpu"] for step, own in iteration["steps"].items() if step not in BESIDE),
         "memory MB": iteration["peak"]["private"] / 1e6,
         "requests": sum(iteration["requests"].values()) - paced,
         "paced requests": paced,

@@ -42,6 +42,7 @@ from bench.gateway import bucket
 from tests.s3 import moto_server
 
 HERE = Path(__file__).parents[1]
+ROOMS = ("configs", "storage", "engines", "tasks", "flows")
 DEADLINE = 3600
 """Seconds that one driver may take."""
 GROUP = 8
@@ -116,11 +117,16 @@ def store_at(kind: str, folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 @contextmanager
-def search_path() -> Iterator[str]:
-    """Yield a folder for PYTHONPATH with this checkout's `bench`, and the counting of requests."""
+def search_path(checkout: Path = HERE) -> Iterator[str]:
+    """Yield a folder for PYTHONPATH with this checkout's `bench`, the counting of requests, and the code of `checkout`
+    under the names by which it is imported."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "bench").symlink_to(HERE / "bench")
         (Path(folder) / "sitecustomize.py").symlink_to(Path(store_counts.__file__))
+        package = Path(folder) / "cairn"
+        package.mkdir()
+        for part in (*(checkout / "cairn").iterdir(), *(checkout / room for room in ROOMS)):
+            (package / part.name).symlink_to(part)
         yield folder
 
 
@@ -129,11 +135,10 @@ def drive(checkout: Path, folder: Path, url: str, environment: dict[str, str], *
     results = folder / "found.json"
     counts = folder / f"counts-{len(list(folder.glob('counts-*')))}"
     counts.mkdir()
-    python = checkout / ".venv" / "bin" / "python" if checkout != HERE else Path(sys.executable)
     inherited = {name: value for name, value in os.environ.items() if name not in ("PREFECT_API_URL", "RAY_ADDRESS")}
-    with search_path() as path:
+    with search_path(checkout) as path:
         done = subprocess.run(
-            [str(python), "-P", "-m", "bench.scale_driver",
+            [sys.executable, "-P", "-m", "bench.scale_driver",
              json.dumps({"results": str(results), "store": url, **options})],
             env={**inherited, **environment, "PYTHONPATH": path, store_counts.FOLDER: str(counts),
                  "PREFECT_HOME": str(folder / "prefect")},
@@ -255,7 +260,7 @@ def main() -> None:
     parser.add_argument("--store", default="local", help="local, moto, ceph (a gateway on this machine) or s3://…")
     parser.add_argument("--scratch", type=Path, help="folder for the run's temporary files")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run's files here")
-    parser.add_argument("--against", type=Path, metavar="PATH", help="measure another checkout too, with its .venv")
+    parser.add_argument("--against", type=Path, metavar="PATH", help="measure the code of another checkout too")
     arguments = parse(
         parser, samples=8, group=2, length=64, shards_per_round=2, engines=2, iterations=2,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
     python -m bench.scale_driver OPTIONS        a JSON object; results go to the file that it names
 
-Imports of Cairn are of the checkout whose interpreter runs this file, which may be another one than this file's.
+PYTHONPATH says of which checkout the code is that this file imports.
 """
 
 import json

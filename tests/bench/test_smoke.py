@@ -52,6 +52,7 @@ LONG = (
     "cpu",
     "round_trips",
     "scale",
+    "driver_load",
     "pipeline",
     "start",
     "recovery",
