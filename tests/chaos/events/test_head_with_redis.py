@@ -36,7 +36,7 @@ def test_a_run_goes_on_without_its_head_and_waits_for_it_where_an_engine_must_be
     monkeypatch.setenv(RECONNECT_TIMEOUT, "600")
     with (
         redis_server.redis_server(tmp_path) as redis,
-        cluster(tmp_path, here=0, far=8, environment={"RAY_REDIS_ADDRESS": redis}) as far,
+        cluster(tmp_path, here=0, far=8, redis=redis) as far,
     ):
         run.join(far.address)
         run.cluster = raylet = far.join()
@@ -78,7 +78,7 @@ def test_a_driver_that_is_lost_with_its_head_leaves_its_engines_to_the_next_one(
     run = joined
     with (
         redis_server.redis_server(tmp_path) as redis,
-        cluster(tmp_path, here=0, far=8, environment={"RAY_REDIS_ADDRESS": redis}) as far,
+        cluster(tmp_path, here=0, far=8, redis=redis) as far,
     ):
         run.environment = {**run.environment, "RAY_ADDRESS": far.address}
         run.join("auto")  # by the head's raylet
