@@ -14,7 +14,7 @@ every byte is read once. A chunk is verified before any of its values is used.
 import hashlib
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice, zip_longest
@@ -325,8 +325,11 @@ def read_parts(
     by_name: dict[str, list[tuple[Region, torch.Tensor]]] = {}
     for region, into in targets:
         by_name.setdefault(region.name, []).append((region, into))
+    every: list[Any] = [set(by_name)] * world_size
+    if world_size > 1:
+        dist.all_gather_object(every, set(by_name))
     with raising_together(world_size, device):
-        _check_names(saved, by_name, world_size, wanted)
+        _check_names(saved, by_name, set().union(*every), wanted)
     ranges = _assigned(saved, by_name, world_size, rank)
     error: Exception | None = None
     filled = dict.fromkeys(by_name, 0)
@@ -350,22 +353,22 @@ def read_parts(
 
 
 def _check_names(
-    saved: Saved, targets: dict[str, list[tuple[Region, torch.Tensor]]], world_size: int, wanted: Callable[[str], bool]
+    saved: Saved,
+    targets: dict[str, list[tuple[Region, torch.Tensor]]],
+    known: Set[str],
+    wanted: Callable[[str], bool],
 ) -> None:
-    for name, ((region, _), *_) in targets.items():
-        if name in saved.shapes and saved.shapes[name] != region.shape:
-            raise Damaged(
-                f"checkpoint {saved.folder} holds {name} as {saved.shapes[name]}, where the model has {region.shape}: "
-                "it is a checkpoint of another model"
-            )
-    every: list[Any] = [set(targets)] * world_size
-    if world_size > 1:
-        dist.all_gather_object(every, set(targets))
-    known = set().union(*every)
+    """Raise Damaged unless a checkpoint holds the tensors that the ranks know, and no others that are wanted."""
     if lacking := sorted(known - saved.shapes.keys()):
         raise Damaged(f"checkpoint {saved.folder} lacks {_listed(lacking)} ({len(lacking)} in all)")
     if unknown := sorted(name for name in saved.shapes.keys() - known if wanted(name)):
         raise Damaged(f"checkpoint {saved.folder} holds {_listed(unknown)}, which the model does not have")
+    for name, ((region, _), *_) in targets.items():
+        if saved.shapes[name] != region.shape:
+            raise Damaged(
+                f"checkpoint {saved.folder} holds {name} as {saved.shapes[name]}, where the model has {region.shape}: "
+                "it is a checkpoint of another model"
+            )
 
 
 def _listed(names: Sequence[str]) -> str:
