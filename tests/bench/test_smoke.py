@@ -54,6 +54,7 @@ LONG = (
     "pipeline",
     "start",
     "recovery",
+    "checkpoint",
     "trl",
 )
 
