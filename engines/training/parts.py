@@ -339,7 +339,8 @@ def read_parts(
                 content = data.result() if data is not None else b""
             except Exception as failure:  # raised below, once the other ranks have got what they wait for
                 error = error or failure
-                content = bytes(_size(saved, wave[rank])) if wave[rank] is not None else b""
+                mine = wave[rank]
+                content = b"" if mine is None else bytes(_size(saved, mine))
             for held, received in _exchanged(saved, wave, content, rank, device):
                 if error is None:
                     _fill(saved.files[held.file], held, received, by_name, filled)
@@ -465,11 +466,11 @@ def _exchanged(
 ) -> Iterator[tuple[_Range, torch.Tensor]]:
     """Yield the ranges of a wave that this rank needs: its own, and those that others have read and sent."""
     own = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    if wave[rank] is not None:
-        yield wave[rank], own  # type: ignore[misc]
+    mine = wave[rank]
+    if mine is not None:
+        yield mine, own
     if not any(one is not None and len(one.ranks) > 1 for one in wave):
         return
-    mine = wave[rank]
     sends = [len(own) if mine is not None and to != rank and to in mine.ranks else 0 for to in range(len(wave))]
     receives = [
         _size(saved, one) if one is not None and reader != rank and rank in one.ranks else 0
