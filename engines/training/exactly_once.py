@@ -351,9 +351,9 @@ class ExactlyOnceEngine(ABC):
         self._copy = None
 
     def save(self, store: Store, folder: str) -> list[StoredFile]:
-        self.copy_state()
         written: list[StoredFile] = []
         with raising_together(self._world_size, self._device):
+            self.copy_state()
             written = self.write_copy(store, folder)
         every: list[Any] = [written] * self._world_size
         if self._world_size > 1:
