@@ -317,7 +317,7 @@ class ExactlyOnceEngine(ABC):
 
     def write_scores(self, batch: BatchSource, roles: Sequence[ModelRole], writer: ScoreWriter) -> Any:
         self._require_ready()
-        reader = batch.open()
+        reader = batch.reader()
         outline = self._rows.outline(reader)
         plan = self._scoring_plan(outline)
         held = self._rows.read(reader, _sequences(plan))
@@ -414,7 +414,7 @@ class ExactlyOnceEngine(ABC):
         if isinstance(batch, TrainBatch):
             check_batch(batch)
             return BatchOutline.of(batch), lambda own: batch
-        reader = batch.open()
+        reader = batch.reader()
         return self._rows.outline(reader), partial(self._rows.read, reader)
 
     def _planned(self, outline: BatchOutline, samples: range) -> _OptimizerStep:
