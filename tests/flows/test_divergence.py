@@ -23,6 +23,7 @@ from cairn.storage.ledger.manifest import list_runs
 from cairn.storage.opening import open_store
 from cairn.storage.store.errors import LeaseLost
 from cairn.storage.upkeep.retention import newest_checkpoint
+from cairn.tasks.batch.source import SnapshotBatch
 from cairn.tasks.durable.events import Message
 from cairn.tasks.trainer.recovery import ReplayDiverged, restore_trainer
 from tests.local_fleet import LocalFleet
@@ -42,7 +43,9 @@ class OtherBitsAfterARestart(LocalFleet):
             restart()
             train = training.engine.train
 
-            def train_otherwise(batch: Any, **options: Any) -> Any:
+            def train_otherwise(source: SnapshotBatch, **options: Any) -> Any:
+                batch = source.reader().whole()
+                assert batch.advantages is not None
                 return train(replace(batch, advantages=[a * np.float32(1.001) for a in batch.advantages]), **options)
 
             training.engine.train = train_otherwise  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ def test_an_iteration_is_pinned_as_long_as_anybody_copies_its_weights_and_a_pers
     tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config(tiny_assets, checkpoint={"save_interval": 1, "save_retain_interval": 100})
-    read, reasons = exporting._from_checkpoint, list[str | None]()
+    read, reasons = exporting._from_stored, list[str | None]()
     with tiny_context(str(tmp_path), config) as (run, _):
         for index in range(2):
             iteration(run, DirectSteps(run), index)
@@ -28,7 +28,7 @@ def test_an_iteration_is_pinned_as_long_as_anybody_copies_its_weights_and_a_pers
             reasons.append(pinned(ledger.decisions.all())[0].why)
             read(*args)
 
-        monkeypatch.setattr(exporting, "_from_checkpoint", while_it_retires)
+        monkeypatch.setattr(exporting, "_from_stored", while_it_retires)
         (model,) = models_of(ledger.store, "tiny@0")
         assert Path(model.folder(), "model.safetensors").is_file()
         model.close()
