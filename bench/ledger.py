@@ -1,11 +1,13 @@
 """Cost of a long history: requests and seconds on a Ceph object gateway, by the number of iterations of a run.
 
-    python -m bench.ledger [--iterations 100 1000 10000] [--read 1000] [--epochs 1000] [--smoke] [--json FILE]
+    python -m bench.ledger [--iterations 100 1000 10000] [--shards 2] [--read 1000] [--epochs 1000] [--smoke]
+        [--json FILE]
 
-Writes runs of eight steps an iteration (two shards of rollout and reward, filter, advantage, train, sync), with a
+Writes runs of two or more shards of rollout and reward an iteration, filter, advantage, train and sync, with a
 checkpoint and a benchmark every tenth, as a driver writes them, but without the snapshots' files, which no listing
-shows. The newest iteration ends after its train step, as if the driver had been killed there. Then it measures, each
-with its own connection, and counting every HTTP request:
+shows. The newest iteration ends after its train step, as if the driver had been killed there. Of runs longer than
+`--read`, only the last iterations have commits that can be read; those before have a file in place of each record and
+of the train step's commit. Then it measures, each with its own connection, and counting every HTTP request:
 
   resume   a driver's requests from opening the run to the step at which it resumes; the six requests
            before that verify a store are not counted
@@ -22,8 +24,9 @@ network round trip to each request.
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from itertools import chain, groupby
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -42,6 +45,7 @@ from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.leases import Lease, Outcome
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.shards import SHARED, record_bytes
 from cairn.storage.records import Environment
 from cairn.storage.store.s3 import S3Store
 from cairn.storage.upkeep.collector import garbage
@@ -53,7 +57,13 @@ from cairn.tasks.evaluation.evaluate import eval_due, eval_shard
 from cairn.tasks.trainer.checkpoint import checkpoint_due
 
 ENVIRONMENT = Environment(device="cpu", threads=1, host="box", versions={"python": "3.11", "torch": "2.13"})
-SHARDS = ("00-000", "00-001")
+TWO = ("00-000", "00-001")
+"""Shards of a small round."""
+OF_A_RECORD = 32
+"""Commits of shards that share a record: a record a second in a round of 256 shards that takes 16 seconds."""
+WHOLE = 20
+"""Iterations at the end of a long run whose commits can be read: as far back as a driver looks for its newest
+checkpoint."""
 WRITERS = 2
 REQUESTS = 16
 
@@ -92,10 +102,10 @@ def config_of(iterations: int) -> RunConfig:
     )
 
 
-def commits_of(run: str, iterations: int) -> Iterator[Commit]:
-    """Yield all commits of a run, each with inputs from the earlier ones."""
+def commits_of(run: str, iterations: int, shards: Sequence[str] = TWO, first: int = 0) -> Iterator[Commit]:
+    """Yield all commits of a run from an iteration on, each with inputs from the earlier ones."""
     config, trained = config_of(iterations), None
-    for index in range(iterations):
+    for index in range(first, iterations):
 
         def commit(step: Step, shard: str | None, inputs: list[Commit], index: int = index, **fields: Any) -> Commit:
             return Commit(
@@ -116,8 +126,8 @@ def commits_of(run: str, iterations: int) -> Iterator[Commit]:
 
         before = [trained] if trained else []
         metrics = {"response_tokens": 8, "generated_groups": 1, "recovered_groups": 0}
-        rollouts = [commit(Step.ROLLOUT, shard, before, metrics=metrics) for shard in SHARDS]
-        rewards = [commit(Step.REWARD, at, [made]) for at, made in zip(SHARDS, rollouts, strict=True)]
+        rollouts = [commit(Step.ROLLOUT, shard, before, metrics=metrics) for shard in shards]
+        rewards = [commit(Step.REWARD, at, [made]) for at, made in zip(shards, rollouts, strict=True)]
         values = {"full": True, "missing": 0, "cursor": 2 * (index + 1), "round": 0, "buffered": 0, "unfinished": 0}
         selection = commit(Step.FILTER, "00", [*rollouts, *rewards], values=values)
         advantages = commit(Step.ADVANTAGE, None, [selection, *rollouts, *rewards], metrics={"raw_reward": 0.5})
@@ -136,29 +146,51 @@ def commits_of(run: str, iterations: int) -> Iterator[Commit]:
             yield commit(Step.EVAL, shard, [trained], metrics={"heldout": 0.5})
 
 
-def write_share(url: str, run: str, iterations: int, share: int) -> None:
-    """Create every `WRITERS`-th commit of a run."""
+def files_of(run: str, iterations: int, shards: Sequence[str] = TWO, first: int = 0) -> Iterator[tuple[str, bytes]]:
+    """Yield path and content of the files of a run's commits from an iteration on, as a driver writes them."""
+    for index, commits in groupby(commits_of(run, iterations, shards, first), lambda commit: commit.iteration):
+        shared = []
+        for commit in commits:
+            if commit.step in SHARED:
+                shared.append(commit)
+            else:
+                yield commit.path, commit.to_bytes()
+        for number, begin in enumerate(range(0, len(shared), OF_A_RECORD)):
+            yield layout.record(run, index, number), record_bytes(shared[begin : begin + OF_A_RECORD])
+
+
+def unread_files(run: str, iterations: int, shards: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+    """Yield files in place of those of a run's first iterations. A driver that resumes reads none of them."""
+    for index in range(iterations):
+        yield layout.commit(run, index, Step.TRAIN), b"not read"
+        for number in range(-(-2 * len(shards) // OF_A_RECORD)):
+            yield layout.record(run, index, number), b"not read"
+
+
+def write_share(url: str, run: str, iterations: int, shards: Sequence[str], first: int, share: int) -> None:
+    """Create every `WRITERS`-th file of a run; those before the iteration `first` cannot be read."""
     store = S3Store(url)
-
-    def create(commit: Commit) -> None:
-        store.create(layout.commit(run, commit.iteration, commit.step, commit.shard), commit.to_bytes())
-
+    files = chain(unread_files(run, first, shards), files_of(run, iterations, shards, first))
     with ThreadPoolExecutor(REQUESTS) as pool:
-        mine = (commit for number, commit in enumerate(commits_of(run, iterations)) if number % WRITERS == share)
-        list(pool.map(create, mine))
+        mine = (file for number, file in enumerate(files) if number % WRITERS == share)
+        list(pool.map(lambda file: store.create(*file), mine))
 
 
-def write_run(url: str, iterations: int) -> str:
-    """Write a run with a manifest, a driver that ended, and its commits; return the run's name."""
-    run = f"run-{iterations}"
+def write_run(url: str, iterations: int, shards: Sequence[str] = TWO, whole: int | None = None) -> str:
+    """Write a run with a manifest, a driver that ended, and its commits; return the run's name.
+
+    `whole`: only the last iterations can be read, so many.
+    """
+    run, first = f"run-{iterations}", 0 if whole is None else iterations - whole
     ledger = Ledger.create(S3Store(url), run, config_of(iterations).model_dump(mode="json"))
     ledger.acquire().release(Outcome.STOPPED)
     with ProcessPoolExecutor(WRITERS) as pool:
-        list(pool.map(write_share, *zip(*[(url, run, iterations, share) for share in range(WRITERS)], strict=True)))
+        places = [(url, run, iterations, shards, first, share) for share in range(WRITERS)]
+        list(pool.map(write_share, *zip(*places, strict=True)))
     return run
 
 
-def resume_requests(store: S3Store, run: str) -> Lease:
+def resume_requests(store: S3Store, run: str, shards: Sequence[str] = TWO) -> Lease:
     """Send all requests of a driver until the first step that is not committed."""
     ledger = Ledger.open(store, run)
     lease = ledger.acquire()
@@ -188,8 +220,8 @@ def resume_requests(store: S3Store, run: str) -> Lease:
     context.committed(newest - 1, Step.TRAIN)
     last_selection(context, newest - 1)
     for step, shard in [
-        *((Step.ROLLOUT, shard) for shard in SHARDS),
-        *((Step.REWARD, shard) for shard in SHARDS),
+        *((Step.ROLLOUT, shard) for shard in shards),
+        *((Step.REWARD, shard) for shard in shards),
         (Step.FILTER, "00"),
         (Step.ADVANTAGE, None),
         (Step.TRAIN, None),
@@ -219,11 +251,13 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, nargs="+", default=[100, 1000, 10000])
+    parser.add_argument("--shards", type=int, default=len(TWO), help="of a round")
     parser.add_argument("--read", type=int, default=1000, help="longest run that is read as a whole")
     parser.add_argument("--epochs", type=int, default=1000)
     parser.add_argument("--store", metavar="URL", help=STORE_HELP)
     arguments = parse(parser, iterations=[12], epochs=3)
     console, found = Console(), []
+    shards = [f"00-{part:03d}" for part in range(arguments.shards)]
     table = Table("work", "iterations", "requests", "seconds")
 
     def note(work: str, iterations: int, cost: tuple[int, float]) -> None:
@@ -234,10 +268,10 @@ def main() -> None:
     with bucket(arguments.store) as url:
         for iterations in arguments.iterations:
             began = time.perf_counter()
-            run = write_run(url, iterations)
+            run = write_run(url, iterations, shards, None if iterations <= arguments.read else WHOLE)
             console.print(f"{iterations} iterations written in {time.perf_counter() - began:.0f} s")
             leases: list[Lease] = []
-            cost = measure(url, lambda store, run=run, to=leases: to.append(resume_requests(store, run)))
+            cost = measure(url, lambda store, run=run, to=leases: to.append(resume_requests(store, run, shards)))
             note("resume", iterations, cost)
             leases[0].release(Outcome.STOPPED)
             note("status", iterations, measure(url, lambda store, run=run: run_status(store, run)))

@@ -40,6 +40,13 @@ WARM_UP = 3
 """Number of iterations at each end that are not counted."""
 
 STORE = ("read", "read_many", "write", "create", "exists", "list", "page", "find", "delete")
+_FILES = {
+    r"/leases(/|$)": "leases",
+    r"/write_ahead(/|$)": "write-ahead parts",
+    r"/iterations/\d+/\w+(/|$)": "attempts",
+    r"/iterations/\d+": "commits",
+}
+"""Kinds of files of a run, by a part of their paths."""
 
 _ID = re.compile(r"[0-9a-f]{8}-[0-9a-f-]{27}")
 
@@ -106,13 +113,17 @@ class Calls:
             try:
                 return method(*args, **kwargs)
             finally:
-                self.add("store", name, began)
+                self.add("store", f"{name} {_files(str(args[1]))}", began)
 
         return timed
 
 
 def _of(request: httpx.Request) -> str:
     return f"{request.method} {_ID.sub('ID', request.url.path.removeprefix('/api'))}"
+
+
+def _files(path: str) -> str:
+    return next((kind for part, kind in _FILES.items() if re.search(part, path)), "others")
 
 
 def main() -> None:

@@ -188,11 +188,12 @@ class SyntheticTrainingEngine:
         self, batch: TrainBatch, *, num_steps: int, expected_version: int, input_digest: str, **options: Any
     ) -> TrainResult:
         assert expected_version == self._version
-        rows, tokens = self._hash_rows(batch)
+        held, lengths = self._held(batch)
+        rows = self._hash_rows(held)
         self._version += num_steps
         self._digest = hashlib.sha256(f"{self._digest} {input_digest} {self._version}".encode()).hexdigest()
         metrics = {"loss": 0.0, "grad_norm": 1.0, "rows_digest": float(int(rows[:8], 16))}
-        result = TrainResult(self._version, self._digest, metrics, 0.0, tokens)
+        result = TrainResult(self._version, self._digest, metrics, 0.0, sum(lengths))
         self._last = input_digest, result
         return result
 
@@ -201,6 +202,11 @@ class SyntheticTrainingEngine:
 
     def score(self, batch: TrainBatch, role: ModelRole) -> list[np.ndarray]:
         return [np.full(length, -1.0, np.float32) for length in batch.response_lengths]
+
+    def write_scores(self, batch: Any, roles: Sequence[ModelRole], writer: Any) -> Any:
+        reader = batch.open()
+        held, _ = self._read(reader)
+        return writer.write(reader, held, {role: self.score(held, role) for role in roles}) if self._rank == 0 else None
 
     def export_weights(self, bucket_bytes: int, *, on_device: bool = False) -> Iterator[dict[str, Any]]:
         import torch
@@ -235,8 +241,20 @@ class SyntheticTrainingEngine:
     def health(self) -> dict[str, Any]:
         return {"rank": self._rank, "world_size": self._world_size, "weight_version": self._version, "intact": True}
 
-    def _hash_rows(self, batch: TrainBatch) -> tuple[str, int]:
-        """Return the digest of this rank's rows of every field, and the number of tokens of all rows."""
+    def _held(self, batch: Any) -> tuple[TrainBatch, list[int]]:
+        """Return this rank's rows of a batch, and the tokens of all sequences."""
+        if isinstance(batch, TrainBatch):  # code before ranks read their rows
+            return batch, list(map(len, batch.input_ids))
+        return self._read(batch.open())
+
+    def _read(self, reader: Any) -> tuple[TrainBatch, list[int]]:
+        outline = reader.outline([reader.sizes(part) for part in range(reader.parts)])
+        own = range(self._rank, len(outline), self._world_size)
+        rows = [reader.rows(part, [own])[0] for part in range(reader.parts)]
+        return reader.batch(rows, own), outline.tokens
+
+    def _hash_rows(self, batch: TrainBatch) -> str:
+        """Return the digest of this rank's rows of every field."""
         hashed = hashlib.blake2b()
         for field in fields(batch):
             values = getattr(batch, field.name)
@@ -244,7 +262,7 @@ class SyntheticTrainingEngine:
                 for value in values[self._rank :: self._world_size]:
                     if isinstance(value, np.ndarray):
                         hashed.update(np.ascontiguousarray(value))
-        return hashed.hexdigest(), sum(map(len, batch.input_ids))
+        return hashed.hexdigest()
 
 
 class SyntheticRank(TrainingRank):

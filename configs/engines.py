@@ -118,6 +118,50 @@ ENGINES: dict[str, tuple[str, ...]] = {
 }
 
 
+_OF_MEGATRON = (
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "context_parallel_size",
+    "cp_comm_type",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "microbatch_group_size_per_vp_stage",
+    "pipeline_model_parallel_layout",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "use_distributed_optimizer",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "use_precision_aware_optimizer",
+)
+
+LAYOUT: tuple[str, ...] = (
+    "training.world_size",
+    "training.context_parallel_size",
+    "training.max_tokens_per_gpu",
+    "training.micro_batch_size",
+    "training.gradient_checkpointing",
+    "training.fsdp_cpu_offload",
+    *(f"training.megatron.{name}" for name in _OF_MEGATRON),
+    "rollout.num_engines",
+    "rollout.num_gpus_per_engine",
+    "rollout.num_gpus_per_node",
+    "rollout.max_running_requests",
+    "rollout.max_tokens_in_flight",
+)
+"""Options that place the work of a run on its ranks and engines. Other values give the same results but for rounding,
+so a run may change them while it goes on (`cairn resume --set`)."""
+
+
 def reader_of(engine: str, **sections: Section) -> Reader:
     """Return the engine `rollout` or `training` as a reader of the configuration.
 

@@ -14,9 +14,10 @@ filter step passes all of them (`cairn.tasks.generation.offline`). Demonstration
 import itertools
 import math
 from collections.abc import Sequence
+from threading import Event
 from typing import Any
 
-from cairn.flows.step_runner import StepRunner
+from cairn.flows.step_runner import Pending, StepRunner
 from cairn.flows.streaming import admit_prompts, collect_from_stream
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.tasks.advantages.step import advantage
@@ -31,7 +32,7 @@ from cairn.tasks.generation.rollout import resumed_groups, rollout
 from cairn.tasks.grading.reward import reward
 from cairn.tasks.halves import learning_steps, weights_after
 from cairn.tasks.selecting.filter import buffered_groups, filter_groups
-from cairn.tasks.trainer.checkpoint import checkpoint
+from cairn.tasks.trainer.checkpoint import checkpoint, copies_of
 from cairn.tasks.trainer.score import score
 from cairn.tasks.trainer.sync import sync
 from cairn.tasks.trainer.train import train
@@ -43,7 +44,9 @@ def iteration(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
     Returns the commits from which its metrics are computed. Steps already committed do not run.
     """
     collected, advantages = up_to_learning(run, steps, index)
-    return [*collected, *learn(run, steps, index, advantages), *evaluate_after(run, steps, index)]
+    learned, saving = learn(run, steps, index, advantages)
+    evaluated = evaluate_after(run, steps, index)
+    return [*collected, *learned, *([saving.result()] if saving else []), *evaluated]
 
 
 def up_to_learning(run: RunContext, steps: StepRunner, index: int) -> tuple[list[Commit], Commit | None]:
@@ -122,22 +125,56 @@ def estimate_ahead(run: RunContext, steps: StepRunner, index: int) -> Commit | N
     return steps.call(advantage, index, None, selection, *trained_shards(run, selection), None)
 
 
-def learn(run: RunContext, steps: StepRunner, index: int, advantages: Commit | None = None) -> list[Commit]:
+def learn(
+    run: RunContext,
+    steps: StepRunner,
+    index: int,
+    advantages: Commit | None = None,
+    saving: Pending | None = None,
+) -> tuple[list[Commit], Pending | None]:
     """Update the newest weights on the batch that `collect` selected, and publish the new weights.
 
-    `advantages`: the commit of `estimate_ahead`, where it has already estimated them.
+    Returns the commits, and the step `checkpoint` where it is due: the state is copied, and the next update may begin
+    while the copy is written. The caller waits for that step.
+
+    Args:
+        advantages: the commit of `estimate_ahead`, where it has already estimated them.
+        saving: the step `checkpoint` before this one, whose copy may still be written.
     """
     updated = weights_after(run, index - 1)
     selection = last_selection(run, index)
     rollouts, rewards = trained_shards(run, selection)
     due = learning_steps(run.config, index)
+    if Step.CHECKPOINT in due and run.find(index + 1, Step.TRAIN) and not run.find(index, Step.CHECKPOINT):
+        due.remove(Step.CHECKPOINT)  # the driver that had copied this state died: it is replayed on the way up
     scores = steps.call(score, index, None, updated, selection, rollouts) if Step.SCORE in due else None
     if Step.ADVANTAGE in due and advantages is None:
         advantages = steps.call(advantage, index, None, selection, rollouts, rewards, scores)
     trained = steps.call(train, index, None, updated, selection, rollouts, advantages, scores)
-    saved = [steps.call(checkpoint, index, None, trained, selection)] if Step.CHECKPOINT in due else []
+    if Step.CHECKPOINT in due:
+        if saving is not None:
+            _wait_until_ended(saving)  # one copy is held at a time
+        saving = begin_checkpoint(run, steps, index, trained, selection)
+    else:
+        saving = None
     synced = [steps.call(sync, index, None, trained)] if Step.SYNC in due else []
-    return [*([scores] if scores else []), *([advantages] if advantages else []), trained, *saved, *synced]
+    return [*([scores] if scores else []), *([advantages] if advantages else []), trained, *synced], saving
+
+
+def begin_checkpoint(run: RunContext, steps: StepRunner, index: int, trained: Commit, selection: Commit) -> Pending:
+    """Start the step `checkpoint`. Returns once it has copied the state, or ended."""
+    copied = copies_of(run).expect(index)
+    saving = steps.submit(checkpoint, index, None, trained, selection)
+    saving.add_done_callback(lambda _: copied.set())
+    copied.wait()
+    return saving
+
+
+def _wait_until_ended(step: Pending) -> None:
+    """Wait until a submitted step has ended. Its error, if any, is that of its own iteration."""
+    over = Event()
+    step.add_done_callback(lambda _: over.set())
+    over.wait()
 
 
 def evaluate_before(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
@@ -182,7 +219,7 @@ def plan_round(
         count = 0
     before = selection or previous
     resumed = min(count, number(before, "unfinished")) if before else 0
-    parts = min(count, config.shards_per_round or config.num_engines)
+    parts = min(count, config.shards_per_round or _engines_of_round(run, index, round))
     whole = {
         "cursor": before.values["cursor"] if before else 0,
         "count": count - resumed,
@@ -192,6 +229,20 @@ def plan_round(
         "without": skipped_prompts(run.ledger, index) or None,
     }
     return [(f"{round:02d}-{part:03d}", {**whole, "part": part}) for part in range(parts)]
+
+
+def _engines_of_round(run: RunContext, index: int, round: int) -> int:
+    """Return the number of engines that a round is cut for: that of its shards, if some were made before the number
+    changed."""
+    now = run.config.rollout.num_engines
+    recorded: Any = [terms.config for terms in (run.ledger.manifest, *run.ledger.upgrades)]
+    most = max(config["rollout"]["num_engines"] for config in recorded)
+    if any(config["rollout"]["num_engines"] != now for config in recorded):
+        for part in range(most):
+            made = run.find(index, Step.ROLLOUT, f"{round:02d}-{part:03d}")
+            if made is not None:
+                return run.config_of(made).rollout.num_engines
+    return now
 
 
 def continued_shards(run: RunContext, earlier: Sequence[Commit], part: dict[str, Any]) -> list[Commit]:

@@ -22,6 +22,9 @@ first admitted and then collected:
 Before an iteration is collected, or admitted, a person may have to approve it (`cairn.flows.driver.approval`). The
 halves of earlier iterations continue meanwhile.
 
+A checkpoint is written while the next iterations run (`cairn.tasks.trainer.checkpoint`). The flow run of its iteration
+ends when it is committed; one checkpoint is written at a time.
+
 So k + 1 iterations are open at a time, each in its own flow run and thread. The flow run of the next iteration is
 created ahead and waits; without a lag, it is created while the previous iteration learns. No half's inputs depend on
 which half is faster: `cairn.flows.iteration` selects the inputs by iteration number. A half that fails stops all
@@ -38,7 +41,7 @@ from contextlib import contextmanager, nullcontext
 from cairn.flows.driver.approval import Withheld
 from cairn.flows.events import Stopping
 from cairn.flows.iteration import admit, collect, estimate_ahead, evaluate_after, learn
-from cairn.flows.step_runner import StepRunner
+from cairn.flows.step_runner import Pending, StepRunner
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
@@ -60,6 +63,7 @@ class Pipeline:
         first: int,
         *,
         learned: Callable[[int], None],
+        saved: Callable[[], None] = lambda: None,
         stop: Callable[[], None],
         approved: Callable[[int], None] = lambda index: None,
     ) -> None:
@@ -68,10 +72,14 @@ class Pipeline:
             first: first iteration to execute; all earlier ones are complete.
             approved: returns when an iteration may begin; raises Withheld if it may not.
             learned: called when an iteration's weights are published, before the next update begins.
+            saved: called when a checkpoint is committed, at any time and by one thread at a time.
             stop: makes running halves end soon.
         """
         self._run, self._steps = run, steps
-        self._learned, self._stop, self._approved = learned, stop, approved
+        self._learned, self._saved, self._stop, self._approved = learned, saved, stop, approved
+        self._tidying = threading.Lock()
+        self._saving: Pending | None = None
+        """The newest step `checkpoint`."""
         self._lag = run.config.rollout.weights_lag
         self._changed = threading.Condition()
         self._sampling = threading.Lock()
@@ -96,12 +104,20 @@ class Pipeline:
             if stream is not None:
                 self._pacing.learns(index, waited=waited)
                 stream.recheck()
-            learned = learn(run, steps, index, advantages)
+            learned, saving = learn(run, steps, index, advantages, self._saving)
+            self._saving = saving or self._saving
             if stream is not None:
                 self._publish_to_stream(stream, index)
             self._learned(index)
         with self._half("all", index, after={"all": index - 1}):
-            return [*collected, *learned, *self._evaluated(index)]
+            evaluated = self._evaluated(index)
+            if self._lag:
+                self._make_next(index + self._lag + 2)
+        if saving is not None:
+            learned.append(saving.result())
+            with self._tidying:
+                self._saved()
+        return [*collected, *learned, *evaluated]
 
     def _collected(self, index: int) -> list[Commit]:
         with self._half("collect", index, after={"collect": index - 1, "all": index - 1 - self._lag}):
@@ -163,7 +179,7 @@ class Pipeline:
         """
         self._run.side_by_side = self._lag > 0
         context = contextvars.copy_context()  # contains Prefect's record of the driver's flow run
-        pool = ThreadPoolExecutor(self._lag + 2, thread_name_prefix="iteration")
+        pool = ThreadPoolExecutor(self._lag + 3, thread_name_prefix="iteration")
         begun: deque[tuple[int, Future[list[Commit]]]] = deque()
 
         def begin(index: int) -> None:
@@ -184,8 +200,6 @@ class Pipeline:
             while begun:
                 index, future = begun.popleft()
                 yield index, future.result()
-                if self._lag:
-                    begin(index + ahead)
         except BaseException as error:
             self._fail(error)
             pool.shutdown(cancel_futures=True)

@@ -1,5 +1,6 @@
 """Interfaces for executing the steps of an iteration."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from cairn.storage.ledger.commits import Commit
@@ -11,6 +12,10 @@ class Pending(Protocol):
 
     def result(self) -> Any:
         """Wait for the step and return its commit; raise the step's error."""
+        ...
+
+    def add_done_callback(self, fn: Callable[[Any], None], /) -> None:
+        """Have `fn` called once the step has ended, in whatever way; at once if it has."""
         ...
 
 

@@ -3,7 +3,7 @@
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from math import inf
@@ -106,21 +106,22 @@ def start(
     config: RunConfig | None = None,
     takeover: bool = False,
     on_event: OnEvent = lambda event: None,
+    relayout: Sequence[str] = (),
 ) -> str:
     """Train the run `run` in this process to its last iteration, from its last commit or from the start.
 
     Returns the name of the trained run: that of the fork where `recovery.on_divergence` made one.
 
-    `config` creates the run or must equal the stored configuration; None uses the stored one. Raises the errors of
-    `open_run`, and the error of a step after its last retry. Raises Withheld if the run needs a person's approval to
-    continue, and Preempted if the driver was requested to end; see cairn.flows.driver.approval and
-    cairn.flows.driver.preemption.
+    `config` creates the run or must equal the stored configuration; None uses the stored one, with `relayout` (see
+    `open_run`). Raises the errors of `open_run`, and the error of a step after its last retry. Raises Withheld if the
+    run needs a person's approval to continue, and Preempted if the driver was requested to end; see
+    cairn.flows.driver.approval and cairn.flows.driver.preemption.
     """
     silence_console()
     try:
         with (
             ending_in_order() as ending,
-            opened(store, run, config, takeover, on_event, ending) as (context, events),
+            opened(store, run, config, takeover, on_event, ending, relayout) as (context, events),
             prefect_api(PREFECT_HOME),
         ):
 
@@ -193,13 +194,21 @@ def start_in_flow(
 
 @contextmanager
 def opened(
-    store: Store, run: str, config: RunConfig | None, takeover: bool, on_event: OnEvent, ending: Ending
+    store: Store,
+    run: str,
+    config: RunConfig | None,
+    takeover: bool,
+    on_event: OnEvent,
+    ending: Ending,
+    relayout: Sequence[str] = (),
 ) -> Iterator[tuple[RunContext, Watchers]]:
     """Open a run; yield its context and the object that passes events to `on_event` and to all watchers of the run."""
     events = Watchers(on_event)
     with (
         ending.in_order(),
-        open_run(store, run, config, takeover=takeover, emit=events, on_lease=ending.set_lease) as context,
+        open_run(
+            store, run, config, takeover=takeover, relayout=relayout, emit=events, on_lease=ending.set_lease
+        ) as context,
         ending.in_order(),
         events.attached(watchers(context)),
     ):
@@ -232,7 +241,7 @@ def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
 
     The newest iterations are entered again even if all their steps are committed: each step finds its own commit.
     """
-    first = oldest_open(run.ledger)
+    first = first_to_execute(run)
     total = run.config.rollout.num_rollout
     lease = run.ledger.lease
     assert lease is not None
@@ -242,7 +251,6 @@ def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
     report_changed_environment(run, first)
 
     def learned(index: int) -> None:
-        remove_old_files(run, index)
         if run.config.self_tests and index == first and index + 1 < total:
             self_test_once(run, run.committed(index, Step.TRAIN))
 
@@ -252,7 +260,15 @@ def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
         wait_for_approval(run, index, lambda gate, sentence: waiting(driver, run.ledger.run, gate, sentence))
         apply_requests(run, index)
 
-    pipeline = Pipeline(run, PrefectSteps(run), first, learned=learned, stop=ending.stop_work, approved=approved)
+    pipeline = Pipeline(
+        run,
+        PrefectSteps(run),
+        first,
+        learned=learned,
+        saved=partial(remove_old_files, run),
+        stop=ending.stop_work,
+        approved=approved,
+    )
 
     def one_iteration(run_name: str, index: int) -> list[Commit]:
         """Execute the DAG of flows/iteration.py."""
@@ -286,10 +302,19 @@ def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
     on_event.settle()
 
 
-def remove_old_files(run: RunContext, index: int) -> None:
+def first_to_execute(run: RunContext) -> int:
+    """Return the oldest iteration that a driver enters: the oldest open one, or the one before it if its checkpoint was
+    still being written and the next update has not been made."""
+    first = oldest_open(run.ledger)
+    before = first - 1
+    if before < run.ledger.first_iteration or not checkpoint_due(run.config, before):
+        return first
+    made = run.find(before, Step.CHECKPOINT) is not None or run.find(first, Step.TRAIN) is not None
+    return first if made else before
+
+
+def remove_old_files(run: RunContext) -> None:
     """After a checkpoint, remove the files that the configuration does not retain."""
-    if not checkpoint_due(run.config, index):
-        return
     try:
         retire(run.ledger, run.config.checkpoint)
     except (Damaged, StoreError) as error:  # the run itself lacks nothing; the next checkpoint tries again

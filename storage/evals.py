@@ -28,7 +28,7 @@ from pydantic import Field, JsonValue, field_validator
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import FORMAT, Marker, OutputFile
 from cairn.storage.ledger.leases import Lease, LeaseState, LeaseSubject, Outcome, newest_lease
-from cairn.storage.ledger.snapshots import AttemptFolder, check_bytes, from_parquet
+from cairn.storage.ledger.snapshots import AttemptFolder, check_bytes, discard_superseded, from_parquet
 from cairn.storage.records import Environment, Record
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged, LeaseHeld, LinkOutsideStore, naming_damaged
@@ -156,7 +156,7 @@ class Claim:
             environment=environment,
         )
         if self._store.create(layout.evaluation_result(self.key.folder), made.to_bytes(), self._lease.check):
-            attempt.discard_superseded()
+            discard_superseded([attempt])
             return made
         found = find(self._store, self.key)
         assert found is not None  # results are never removed while somebody has the claim

@@ -3,10 +3,11 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -42,6 +43,8 @@ class Far:
     cpus: int
     log: Path
     """Of what starts Ray there."""
+    environment: Mapping[str, str]
+    """Further variables of the head."""
     _heads: ExitStack
     address: str = field(init=False)
     """Of the head."""
@@ -49,9 +52,11 @@ class Far:
     """Its raylet."""
 
     def start_head(self, port: int = 0) -> None:
-        """Start the head, on a port that is free unless one is given."""
+        """Start the head, on a port that is free unless one is given; one that comes back takes up its state in Redis,
+        if it has one."""
         options = [f"--node-ip-address={self.host.here}", f"--num-cpus={self.here}", f"--port={port}"]
-        self.address = self._heads.enter_context(ray_head(*options, f"--system-config={json.dumps(OPTIONS)}"))
+        system = f"--system-config={json.dumps(OPTIONS)}"
+        self.address = self._heads.enter_context(ray_head(*options, system, environment=self.environment))
         raylets = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
         (self.head,) = [raylet for raylet in raylets if option(raylet, "--node_ip_address") == self.host.here]
 
@@ -63,19 +68,21 @@ class Far:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
-    def join(self) -> psutil.Process:
-        """Start Ray there, as an operator does when it is gone. Return its raylet."""
-        for process in self.machine.processes():
+    def join(self, at: Machine | None = None, cpus: int | None = None) -> psutil.Process:
+        """Start Ray there, as an operator does when it is gone, or on another machine of that host, with so many CPUs.
+        Return its raylet."""
+        at, cpus = at or self.machine, self.cpus if cpus is None else cpus
+        for process in at.processes():
             with suppress(psutil.NoSuchProcess):
                 if "start" in process.cmdline():
                     process.kill()
-        command = f"start --block --address={self.address} --node-ip-address={self.host.there} --num-cpus={self.cpus}"
+        command = f"start --block --address={self.address} --node-ip-address={self.host.there} --num-cpus={cpus}"
         ray = Path(sys.executable).parent / "ray"
         options = ["--object-store-memory=200000000", f"--temp-dir={machines.TEMPORARY}"]
-        words = self.machine.words(str(ray), *command.split(), *options)
+        words = at.words(str(ray), *command.split(), *options)
         while not self._starts(words):  # on a busy machine Ray gives up after 30 seconds
             pass
-        (raylet,) = [process for process in self.machine.processes() if process.name() == "raylet"]
+        (raylet,) = [process for process in at.processes() if process.name() == "raylet"]
         return raylet
 
     def _starts(self, words: list[str]) -> bool:
@@ -96,9 +103,9 @@ def option(process: psutil.Process, name: str) -> str:
 
 
 @contextmanager
-def cluster(folder: Path, here: int, far: int) -> Iterator[Far]:
-    """A head here and a machine elsewhere, with so many CPUs."""
+def cluster(folder: Path, here: int, far: int, environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[Far]:
+    """A head here, with further variables, and a machine elsewhere, with so many CPUs."""
     with host() as other, machine("far", folder, other) as there, ExitStack() as heads:
-        made = Far(there, other, here, far, folder / "far.log", heads)
+        made = Far(there, other, here, far, folder / "far.log", environment, heads)
         made.start_head()
         yield made

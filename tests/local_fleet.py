@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
+
 from cairn.configs.engines import reader_of
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import view
 from cairn.engines.agents.episodes.samples import SampleEngine
-from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.fleet.membership import Membership
 from cairn.engines.fleet.turns import Turns
 from cairn.engines.scoring.reward_model import RewardModel
 from cairn.engines.training.factory import make_engine
 from cairn.engines.types.errors import PublicationGone, RequestRefused, WrongVersion
+from cairn.engines.types.keeping import Keeper, SampleEnd, WantedSample, close_after
 from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest
 from cairn.engines.types.types import (
     Completion,
@@ -24,9 +26,9 @@ from cairn.engines.types.types import (
     Position,
     Publication,
     RequestId,
-    SamplingParams,
     Stream,
 )
+from cairn.engines.weights.versions import FILE_BYTES, VersionWriter
 from cairn.storage.opening import open_store
 from cairn.storage.records import Environment
 from cairn.storage.store.store import StoredFile
@@ -134,6 +136,28 @@ def dying_after_samples(fleet: "LocalFleet", count: int) -> "LocalFleet":
     return fleet
 
 
+class Beside:
+    """A keeper that the driver does not see into, although it is in its process."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+
+    def requests(self, wanted: Sequence[WantedSample]) -> list[SampleRequest]:
+        return self._keeper.requests(wanted)
+
+    def take(self, samples: Sequence[GeneratedSample]) -> list[SampleEnd]:
+        return self._keeper.take(samples)
+
+    def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        return method(self._keeper, *args)
+
+    def __enter__(self) -> "Beside":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        close_after(error, self._keeper.close)
+
+
 class LocalRollout:
     def __init__(self, config: RunConfig, index: int) -> None:
         self.name = f"rollout:{index}"
@@ -154,10 +178,11 @@ class LocalRollout:
         stream.submit(requests)
         return stream
 
-    def generate_samples(
-        self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
-    ) -> Iterator[list[GeneratedSample] | Recorded]:
-        return self._samples.generate(samples, params, function)
+    def keep(self, make: Callable[[], Keeper]) -> "Beside":
+        return Beside(make())
+
+    def generate_samples(self, *args: Any) -> Iterator[Any]:
+        return self._samples.generate(*args)
 
     def join(self, samples: Sequence[SampleRequest]) -> bool:
         return self._samples.join(samples)
@@ -188,6 +213,7 @@ class LocalTraining:
 
     def restart(self) -> None:
         self.restarts += 1
+        self._versions = VersionWriter()
         config = self._config
         self.engine = make_engine(
             config.model,
@@ -204,10 +230,22 @@ class LocalTraining:
         self.updates += 1
         return self.engine.train(*args, **kwargs)
 
-    def save(self, store_url: str, folder: str) -> list[StoredFile]:
-        return self.engine.save(open_store(store_url), folder)
+    def holds_copy(self, version: int | None, state_digest: str | None) -> bool:
+        copy = self.engine._copy  # type: ignore[attr-defined]
+        return copy is not None and (copy.weight_version, copy.state_digest) == (version, state_digest)
 
-    def load(self, store_url: str, folder: str) -> None:
+    def write_version(
+        self, version: int, store_url: str, folder: str, dtype: str, digest: str, base: str | None
+    ) -> list[StoredFile]:
+        buckets = self.engine.export_weights(FILE_BYTES)
+        return self._versions.write(open_store(store_url), folder, buckets, getattr(torch, dtype), digest, base)
+
+    def write_copy(self, store_url: str, folder: str) -> list[StoredFile]:
+        store = open_store(store_url)
+        files = self.engine.write_copy(store, folder)
+        return [*files, self.engine.describe_copy(store, folder, files[-1:])]
+
+    def load(self, store_url: str, folder: str, size: int = 0) -> None:
         self.engine.load(open_store(store_url), folder)
 
     @property

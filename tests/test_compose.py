@@ -58,7 +58,7 @@ def test_docker_compose_accepts_the_file_and_hands_the_secrets_to_those_who_need
     drivers = {"ray-head", "ray-worker", "store", "worker"}
     assert holders["POSTGRES_PASSWORD"] == {"postgres", "prefect"}
     assert holders["AWS_SECRET_ACCESS_KEY"] == drivers
-    assert holders["RAY_AUTH_TOKEN"] == drivers
+    assert holders["RAY_AUTH_TOKEN"] == {*drivers, "redis"}
     assert "secret-of-s3" in found["configs"]["s3"]["content"]
 
 

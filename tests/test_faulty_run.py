@@ -148,7 +148,7 @@ def run(tiny_assets: Path, s3_server: S3Server, tmp_path_factory: pytest.TempPat
 def begin_outage(driver: "subprocess.Popen[bytes]", proxy: FaultyProxy, store: S3Store) -> None:
     """In the middle of the run: when the second iteration has its first commit."""
     deadline = time.monotonic() + DEADLINE
-    while not store.exists(layout.commit("run", 1, Step.ROLLOUT, "00-000")):
+    while not store.exists(layout.record("run", 1, 0)):
         assert driver.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)

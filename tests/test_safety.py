@@ -150,11 +150,11 @@ def test_a_pickle_with_the_right_digests_is_still_no_checkpoint(
         folder = run.ledger.folder_of(run.committed(0, Step.CHECKPOINT))
 
         def forged(state: dict[str, Any]) -> None:
-            state["files"][0] |= {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": len(payload)}
-            store.write(f"{folder}/{state['files'][0]['name']}", payload)
+            state["indexes"][0] |= {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": len(payload)}
+            store.write(f"{folder}/{state['indexes'][0]['name']}", payload)
 
         reseal(store, f"{folder}/{STATE}", forged)
-        with pytest.raises(Damaged, match="is not a safetensors file"):
+        with pytest.raises(Damaged, match="is not an index of parts"):
             run.fleet.training.load(store.url, folder)
     assert not mark.exists()
 
@@ -237,7 +237,22 @@ def test_a_forged_checkpoint_names_no_file_elsewhere(store: LocalStore, tiny_ass
     config = tiny_config(tiny_assets, checkpoint={"save_interval": 1})
     with tiny_context(store.url, config) as (run, _):
         folder = run.ledger.folder_of(run.committed(0, Step.CHECKPOINT))
-        reseal(store, f"{folder}/{STATE}", lambda state: state["files"][0].update(name="../../../x.safetensors"))
+        good = store.read(f"{folder}/00000.index.json")
+        for forge in (
+            lambda index: index["files"][0].update(name="../../../00000-00000.part"),
+            lambda index: index["parts"][0].update(offset=index["files"][0]["bytes"]),
+            lambda index: index["parts"][0].update(file=1),
+            lambda index: index["parts"][0].update(tensor=len(index["tensors"])),
+            lambda index: index["parts"][0]["place"].__setitem__(0, 1000),
+        ):
+            reseal(store, f"{folder}/00000.index.json", forge)
+            data = store.read(f"{folder}/00000.index.json")
+            told = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            reseal(store, f"{folder}/{STATE}", lambda state, told=told: state["indexes"][0].update(told))
+            with pytest.raises(Damaged, match=r"00000\.index\.json is not an index of parts"):
+                run.fleet.training.load(store.url, folder)
+            store.write(f"{folder}/00000.index.json", good)
+        reseal(store, f"{folder}/{STATE}", lambda state: state["indexes"][0].update(name="../00000.index.json"))
         with pytest.raises(Damaged, match=r"training_state\.json is damaged"):
             run.fleet.training.load(store.url, folder)
 

@@ -23,9 +23,28 @@ class CheckpointConfig(Section):
     """Number of newest iterations whose samples and other snapshot files are retained, as well as those that recovery
     would read. Commits, with all metrics and digests, always remain. Null retains all files."""
 
+    retain_weights: int | None = Field(None, ge=1)
+    """Number of newest iterations whose stored weights are retained, as well as the weights that these are differences
+    to. By default as many as `retain_snapshots`."""
+
+    store_weights: bool | None = None
+    """Every iteration stores the weights that it publishes, in `rollout.dtype`, so that they can be evaluated, exported
+    and served without a trainer: whole with every checkpoint, and else as the bits that differ from the iteration
+    before. By default on, except in runs that a version without this option created."""
+
+    @property
+    def retained_weights(self) -> int | None:
+        """Number of newest iterations whose stored weights are retained; None for all."""
+        return self.retain_snapshots if self.retain_weights is None else self.retain_weights
+
+    @property
+    def retains_everything(self) -> bool:
+        """Whether no file is ever removed."""
+        return self.save_retain_interval is None and self.retain_snapshots is None and self.retain_weights is None
+
     @rule
     def _recovery_keeps_what_it_needs(self) -> None:
-        for name in ("save_retain_interval", "retain_snapshots"):
+        for name in ("save_retain_interval", "retain_snapshots", "retain_weights"):
             value = getattr(self, name)
             if value is not None and self.save_interval is None:
                 raise ValueError(

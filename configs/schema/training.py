@@ -309,7 +309,8 @@ class TrainingConfig(Section):
     """Largest global gradient norm; 0 turns clipping off. Megatron: `--clip-grad`."""
 
     timeout: float = Field(3600, gt=0)
-    """Seconds that one training step, score or save may take before it counts as hung."""
+    """Seconds that one training step, score or copy of the state may take before it counts as hung. Writing and reading
+    a checkpoint may take a second more for every 20 MB of a rank's part."""
 
     distributed_timeout_minutes: int = Field(10, ge=1)
     """Minutes that the ranks wait for each other, in one collective of any of their process groups. Then the engine is

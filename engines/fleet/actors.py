@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from cairn.engines.processes.deferred import collecting_later, defer_compiler
 from cairn.engines.processes.ports import bypass_proxy_for_loopback, free_port
 from cairn.engines.rollout.admission import Admission
 from cairn.engines.types.errors import EngineDied, EngineError, is_device_failure
+from cairn.engines.types.keeping import Keeper, SampleEnd, WantedSample
 from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest
 from cairn.engines.types.types import GenerateRequest, SamplingParams, Stream
 
@@ -134,6 +136,39 @@ class _ClientStream:
                 self._changed.notify_all()
 
 
+class Keepers:
+    """Keepers of samples in this process, by name. Methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._keepers: dict[str, Keeper] = {}
+
+    def keep(self, name: str, make: Callable[[], Keeper]) -> None:
+        """Make a keeper. `name` must differ from those of all keepers, present and past. Raises what `make` raises."""
+        self._keepers[name] = make()
+
+    def call_keeper(self, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of a keeper's method. Raises EngineError where it is gone."""
+        return getattr(self._keeper(name), method)(*args, **kwargs)
+
+    def close_keeper(self, name: str) -> None:
+        """Close a keeper, if it is not gone."""
+        keeper = self._keepers.pop(name, None)
+        if keeper is not None:
+            keeper.close()
+
+    def close_keepers(self) -> None:
+        """Close all keepers: those of a driver that was replaced."""
+        for name in list(self._keepers):
+            with suppress(Exception):  # its driver would have heard of it
+                self.close_keeper(name)
+
+    def _keeper(self, name: str) -> Keeper:
+        keeper = self._keepers.get(name)
+        if keeper is None:
+            raise EngineError(f"the engine's process was replaced, and with it {name}, which kept its samples")
+        return keeper
+
+
 class EngineActor(FencedActor):
     """A process with one engine, or with one rank's or one machine's part of it. The process knows its slot: its
     machine, and its own devices there. Calls of methods that the actor lacks go to the engine."""
@@ -224,11 +259,12 @@ class EngineActor(FencedActor):
         return self._engine
 
 
-class RolloutActor(EngineActor, ClientStreams):
-    """A rollout engine, and the coroutines of samples, which run next to it."""
+class RolloutActor(EngineActor, ClientStreams, Keepers):
+    """A rollout engine, the coroutines of samples, which run next to it, and the keepers that take the samples."""
 
     def __init__(self, claim: Claim, num_threads: int, slot: Slot) -> None:
         EngineActor.__init__(self, claim, num_threads, slot)
+        Keepers.__init__(self)
         ClientStreams.__init__(self, self._open)
         self._admission = Admission(None)
         self._samples = SampleEngine(self._open, lambda: self._made.abort())
@@ -261,6 +297,12 @@ class RolloutActor(EngineActor, ClientStreams):
     ) -> Iterator[list[GeneratedSample] | Recorded]:
         """Generate samples; see `cairn.engines.agents.episodes.samples`."""
         yield from self._samples.generate(samples, params, function)
+
+    def generate_kept(
+        self, samples: Sequence[WantedSample], params: SamplingParams, function: GenerateFunction, keeper: str
+    ) -> Iterator[list[SampleEnd]]:
+        """Generate samples for a keeper; see `cairn.engines.agents.episodes.samples`."""
+        yield from self._samples.generate(samples, params, function, self._keeper(keeper))
 
     def _open(self) -> Stream:
         return self._admission.open(self._made.open())

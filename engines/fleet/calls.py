@@ -47,8 +47,8 @@ def put(value: Value) -> Value:
 
 
 def wait(refs: "Sequence[Any]", seconds: float, num_returns: int = 1) -> tuple[list[Any], list[Any]]:
-    """Return the calls that ended and those that did not, as soon as `num_returns` ended or the seconds are over.
-    Raises ClusterLost."""
+    """Return the calls that ended and those that did not, as soon as at least `num_returns` ended or the seconds are
+    over. Raises ClusterLost."""
     deadline = Deadline(seconds)
     while True:
         require_cluster()
@@ -56,7 +56,11 @@ def wait(refs: "Sequence[Any]", seconds: float, num_returns: int = 1) -> tuple[l
             list(refs), num_returns=num_returns, timeout=min(CHECK_INTERVAL, deadline.remaining), fetch_local=False
         )
         if len(ended) >= num_returns or not deadline.remaining:
-            return ended, running
+            # All that have ended: a caller that waits for many does not ask again for each of them.
+            more, running = (
+                ray.wait(running, num_returns=len(running), timeout=0, fetch_local=False) if running else ([], [])
+            )
+            return [*ended, *more], running
 
 
 def result(ref: "ray.ObjectRef[Any]", deadline: Deadline, call: str) -> Any:

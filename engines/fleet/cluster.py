@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -46,9 +46,15 @@ HEAD = ("gcs_server", "raylet")
 LOOK_INTERVAL = 0.5
 """Seconds within which a watch of these processes notices that the cluster was closed."""
 
-HEAD_TIMEOUT = 40.0
-"""Seconds of silence after which the head of a joined cluster is given up. Ray ends a process without a message after
-60."""
+RECONNECT_TIMEOUT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Ray's environment variable with the seconds of silence of the head after which Ray ends a process without a message.
+Every process reads it when it starts. The same option of `ray start --system-config` comes too late for it."""
+
+USUAL_RECONNECT_TIMEOUT = 60.0
+"""Ray's value for a process without that variable."""
+
+HEAD_MARGIN = 20.0
+"""Seconds between the moment at which a silent head is given up, and the end of the process by Ray."""
 
 HEAD_INTERVAL = 5.0
 """Seconds between two checks of the head, and the timeout of one check."""
@@ -93,6 +99,17 @@ def raylet_here() -> Iterator[psutil.Process]:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.name() == "raylet" and node in process.cmdline():
                 yield process
+
+
+def head_timeout(raylets: Sequence[psutil.Process]) -> float:
+    """Return the seconds of silence after which the head of a joined cluster is given up: before Ray ends this process,
+    or the raylet by which it takes part in the cluster."""
+    environments: list[Mapping[str, str]] = [os.environ]
+    for raylet in raylets:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended, or another user started it
+            environments.append(raylet.environ())
+    timeouts = [float(variables.get(RECONNECT_TIMEOUT, USUAL_RECONNECT_TIMEOUT)) for variables in environments]
+    return max(HEAD_INTERVAL, min(timeouts) - HEAD_MARGIN)
 
 
 def connection_error(address: str, timeout: float) -> Exception | None:
@@ -159,6 +176,8 @@ class Cluster:
     _users: int = 0
     lost: str | None = None
     """Reason why the cluster is gone or was given up; None while it is in use."""
+    report: Callable[[str], None] = lambda sentence: None
+    """Callback for a sentence on a head that is silent, and one on its return."""
 
     @property
     def joined(self) -> bool:
@@ -235,21 +254,31 @@ class Cluster:
                 "lost: start Ray here again and resume"
             )
 
-    def watch_head(self, address: str) -> None:
-        """Give up a joined cluster whose head is silent for `HEAD_TIMEOUT` seconds."""
+    def watch_head(self, address: str, timeout: float) -> None:
+        """Give up a joined cluster whose head is silent for `timeout` seconds. Calls to engines do not need the head.
+        Ray holds other calls until it is back."""
         silent_since: float | None = None
+        reported = False
         while not self._closing.wait(HEAD_INTERVAL) and self.lost is None:
             checked_at = time.monotonic()
             if connection_error(address, HEAD_INTERVAL) is None:
-                silent_since = None
+                if reported and silent_since is not None:
+                    seconds = time.monotonic() - silent_since
+                    self.report(f"The head of the Ray cluster responds again, after {seconds:.0f} s.")
+                silent_since, reported = None, False
                 continue
             silent_since = silent_since or checked_at
-            if time.monotonic() - silent_since > HEAD_TIMEOUT:
+            if time.monotonic() - silent_since > timeout:
                 self.lost = (
-                    f"the head of the Ray cluster does not respond at {address} for {HEAD_TIMEOUT:.0f} s; the engines "
+                    f"the head of the Ray cluster does not respond at {address} for {timeout:.0f} s; the engines "
                     "keep their work: resume when it is back"
                 )
                 return
+            if not reported:
+                self.report(
+                    f"The head of the Ray cluster does not respond at {address}. The run waits {timeout:.0f} s for it."
+                )
+                reported = True
 
     def answer(self, question: Callable[[], Answer]) -> Answer | None:
         """Return Ray's answer to a question that may come late; None once the cluster was released or given up. In that
@@ -325,14 +354,21 @@ def _join(address: str) -> Cluster:
         ) from error
     cluster = Cluster(address)
     head = ray.get_runtime_context().gcs_address
-    threading.Thread(target=cluster.watch_head, args=(head,), name="ray-head", daemon=True).start()
-    for raylet in raylet_here():
+    raylets = list(raylet_here())
+    watching_head = (head, head_timeout(raylets))
+    threading.Thread(target=cluster.watch_head, args=watching_head, name="ray-head", daemon=True).start()
+    for raylet in raylets:
         watching = threading.Thread(target=cluster.watch_raylet, args=(head, raylet), name="raylet", daemon=True)
         watching.start()
     return cluster
 
 
 def _start(num_cpus: int, object_store_memory: int, timeout: float, warm: WarmProcess | None) -> Cluster:
+    if "RAY_REDIS_ADDRESS" in os.environ:
+        raise ClusterError(
+            "RAY_REDIS_ADDRESS is set: a cluster of this run alone would keep its state where other clusters keep "
+            "theirs. Set it for `ray start --head` alone, or join that cluster with fleet.ray_address=auto"
+        )
     require_token()
     folder = _new_folder()
     command = [sys.executable, "-I", "-S", reaper.__file__, str(folder), str(os.getpid())]

@@ -43,7 +43,7 @@ from cairn.engines.fleet.remote_stream import SUBMITTING, TAKING
 from cairn.engines.fleet.requirements import gpu_problem, ranks_together
 from cairn.engines.fleet.reward_model import RewardModelHandle
 from cairn.engines.fleet.roles import ActorRole, Bundle, in_bundles
-from cairn.engines.fleet.rollout import RolloutHandle, RouterHandle
+from cairn.engines.fleet.rollout import KEEPING, RolloutHandle, RouterHandle
 from cairn.engines.fleet.training import TrainingHandle
 from cairn.engines.fleet.turns import Turns, share_bundles
 from cairn.engines.fleet.weights.exchange import WeightExchange
@@ -118,7 +118,7 @@ class Fleet:
                 models.
             tenure: the driver's right to a fleet that its successors take over. None: no other driver will have it, and
                 it ends with this process, on a joined cluster too.
-            report: called with a sentence on each engine that is lost and replaced, and why.
+            report: called with a sentence on each engine that is lost and replaced, and why, and on a silent head.
             trains_only: start the training engine alone, for a caller that samples, scores and publishes nothing.
             samples_only: start everything but the training engine, for a caller that samples with the initial weights.
 
@@ -153,6 +153,7 @@ class Fleet:
                 make_warm=lambda: warm.take(config),
             )
             stack.callback(cluster.close)
+            cluster.report = report
             cluster.start_workers_with(warm.threads_of(config))
             fixed = [role for role in roles if role.bundles and not (joining and role is rollout_role)]
             if config.uses_gpus and (problem := gpu_problem(config.fleet.gpu, machine_resources())):
@@ -322,7 +323,7 @@ def _rollout_role(config: RunConfig, plan: LaunchPlan) -> ActorRole:
         config.rollout.num_threads,
         digest(config, ["model.path", "rollout", "fleet.num_cpus_per_engine", "fleet.call_timeout", *SHARING])[:16],
         "rollout.num_engines, rollout.num_gpus_per_engine, fleet.num_cpus_per_engine",
-        groups=((SUBMITTING, 1), (TAKING, config.rollout.num_episode_workers)),
+        groups=((SUBMITTING, 1), (TAKING, config.rollout.num_episode_workers), (KEEPING, 2)),
     )
 
 

@@ -34,6 +34,9 @@ generates."""
 SENDING = "sending"
 """Concurrency group of broadcasts of copied weights, during which the trainer continues its work."""
 
+SAVING = "saving"
+"""Concurrency group of the writing of a copied training state, during which the trainer continues its work."""
+
 
 END_TIMEOUT = 10.0
 """Seconds that an actor gets to end by itself; after that it is killed."""

@@ -1,9 +1,11 @@
 """The driver's handles on a rollout engine and on the router."""
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any, Concatenate, Generic, Literal, Self, TypeVar, overload
+from uuid import uuid4
 
 import ray
 
@@ -18,12 +20,19 @@ from cairn.engines.fleet.handles import CONTROL, UPDATING, Actor, Call, EngineHa
 from cairn.engines.rollout.base import RolloutEngine, Routed, Router
 from cairn.engines.rollout.plan import EnginePlan, Place, kind_of
 from cairn.engines.types.errors import EngineError, EngineTimeout
+from cairn.engines.types.keeping import Keeper, Kept, SampleEnd, WantedSample, close_after
 from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest
 from cairn.engines.types.types import Completion, GenerateRequest, SamplingParams
 from cairn.engines.weights.layout import MemoryTag
 
 REPORT_TIMEOUT = 15.0
 """Seconds beyond its own deadline that an actor gets to end a server that did not start, and to report its log."""
+
+
+KEEPING = "keeping"
+"""Concurrency group of the calls of keepers, which read, encode and write samples while the engine generates others."""
+
+K = TypeVar("K", bound=Keeper)
 
 
 class RouterHandle(EngineHandle):
@@ -70,6 +79,26 @@ class RouterHandle(EngineHandle):
         arguments = (self._options, self._config, host, log_of(self.actor), deadline.remaining)
         making = self.call(None, EngineActor.make, maker, *arguments)
         making.result(Deadline(deadline.remaining + REPORT_TIMEOUT))
+
+
+class RemoteKeeper(Generic[K]):
+    """A keeper in the process of a rollout engine; see `cairn.engines.types.keeping.Kept`."""
+
+    def __init__(self, engine: "RolloutHandle", name: str) -> None:
+        self.name = name
+        self._engine = engine
+
+    def call(self, method: Callable[Concatenate[K, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return the result of a method of the keeper. Raises what the method raises, EngineDied and EngineTimeout, and
+        EngineError where the engine's process was replaced."""
+        result: R = self._engine.call_keeper(RolloutActor.call_keeper, self.name, method.__name__, *args, **kwargs)
+        return result
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        close_after(error, partial(self._engine.call_keeper, RolloutActor.close_keeper, self.name))
 
 
 ENGINE = "cairn.engines.rollout.plan:make_engine"
@@ -129,15 +158,48 @@ class RolloutHandle(ModelHandle):
         """Stream completions as they finish; see `generate_samples`."""
         return self._stream(RolloutEngine.generate, list(requests))
 
+    def keep(self, make: Callable[[], K]) -> "RemoteKeeper[K]":
+        """Make a keeper of samples in the engine's process. Raises what `make` raises."""
+        keeper = RemoteKeeper[K](self, f"{self.name}/{uuid4().hex[:12]}")
+        self.call_keeper(RolloutActor.keep, keeper.name, make)
+        return keeper
+
+    def call_keeper(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return the result of a call that concerns a keeper, within `rollout.timeout` seconds."""
+        return self.call(KEEPING, method, *args, **kwargs).result(Deadline(self._config.timeout))
+
+    @overload
     def generate_samples(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
-    ) -> Iterator[list[GeneratedSample] | Recorded]:
+    ) -> Iterator[list[GeneratedSample] | Recorded]: ...
+
+    @overload
+    def generate_samples(
+        self,
+        samples: Sequence[WantedSample],
+        params: SamplingParams,
+        function: GenerateFunction,
+        keeper: Kept[Any],
+    ) -> Iterator[list[SampleEnd]]: ...
+
+    def generate_samples(
+        self,
+        samples: Sequence[Any],
+        params: SamplingParams,
+        function: GenerateFunction,
+        keeper: Kept[Any] | None = None,
+    ) -> Iterator[Any]:
         """Stream samples as they end, and their records before that. The deadline is `rollout.timeout` seconds in all,
         or, where the run streams, after the last sign of work (`extend_deadline`). If the engine is silent, check
         whether it still lives. Closing the iterator ends the generation.
 
+        With a keeper that `keep` made, the samples go to it, and their ends are streamed.
+
         Raises what the engine raises.
         """
+        if keeper is not None:
+            assert isinstance(keeper, RemoteKeeper)
+            return self._stream(RolloutActor.generate_kept, list(samples), params, function, keeper.name)
         if self.episodes is None or not function.records:
             return self._stream(RolloutActor.generate_samples, list(samples), params, function)
         return self._in_workers(self.episodes, list(samples), params, function)
@@ -294,6 +356,8 @@ class RolloutHandle(ModelHandle):
             return False
         self.call(CONTROL, RolloutActor.abort)  # nothing reads the results of the last driver's requests
         self.call(CONTROL, RolloutActor.close_streams)
+        with suppress(EngineError):  # what it took is durable then, and this driver finds it
+            self.call_keeper(RolloutActor.close_keepers)
         if self._router is not None:
             self.call(CONTROL, Routed.follow, None)  # that driver's router may be gone
         return True

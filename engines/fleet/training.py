@@ -1,21 +1,24 @@
 """The driver's handle on the training engine, with all of its ranks."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate
+from typing import TYPE_CHECKING, Any, Concatenate, Literal
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.actors import EngineActor
 from cairn.engines.fleet.calls import Deadline, put, wait
 from cairn.engines.fleet.fencing import Method, P, R
-from cairn.engines.fleet.handles import SENDING, Actor, Call, ModelHandle
+from cairn.engines.fleet.handles import CONTROL, SAVING, SENDING, Actor, Call, ModelHandle
 from cairn.engines.rollout.plan import kind_of, served_model
 from cairn.engines.training.base import TrainingEngine
 from cairn.engines.training.rank import TrainingRank
 from cairn.engines.training.weight_source import WeightSource
+from cairn.engines.types.batches import BatchSource
 from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, Superseded
 from cairn.engines.types.types import Position, TrainBatch
 from cairn.engines.weights.layout import Layout
@@ -28,24 +31,43 @@ if TYPE_CHECKING:
 RANK = "cairn.engines.training.rank:TrainingRank"
 """Class that an actor makes as its engine, and starts when the other ranks exist too."""
 
+LEAST_RATE = 20e6
+"""Bytes a second that a rank writes or reads of a checkpoint at least, beyond `training.timeout`."""
+
 FAILURE_GRACE = 10.0
 """Seconds that the other ranks get to end a call after one of them failed."""
 
 
 def _on_ranks(
-    method: Method[P, R], agree: Callable[[R], object] | None = None
+    method: Method[P, R], agree: Callable[[R], object] | None = None, *, end_together: bool = False
 ) -> "Callable[Concatenate[TrainingHandle, P], R]":
     """Return the handle's method that calls `method` on all ranks and returns the result of rank 0.
 
     Args:
         agree: the part of the results that must be equal on all ranks.
+        end_together: whether the method's last work is collective. Then a rank is hung that does not return within
+            `training.distributed_timeout_minutes` after another one.
     """
 
     @wraps(method)
     def call(self: "TrainingHandle", *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.agreed(self.on_all(method, *args, **kwargs), agree)
+        calls = self._send_all(method, *args, **kwargs)
+        results = self._gather(calls, Deadline(self._timeout), self.distributed_timeout if end_together else math.inf)
+        return self.agreed(results, agree)
 
     return call
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """The state that the ranks have copied."""
+
+    version: int
+    state_digest: str
+    restarts: int
+    """Restarts of the engine before it."""
+    bytes: int
+    """Size on the rank with the largest part."""
 
 
 def _state(position: Position) -> object:
@@ -59,9 +81,12 @@ class TrainingHandle(ModelHandle):
     position = _on_ranks(TrainingEngine.position, _state)
     """Waits for an update that is under way, such as one that a dead driver began. Raises EngineError where ranks
     differ, or a state is neither the old nor the new one: restart the engine then."""
-    train = _on_ranks(TrainingEngine.train, lambda result: (result.weight_version, result.state_digest))
-    gradient_digests = _on_ranks(TrainingEngine.gradient_digests, lambda digests: digests)
-    score = _on_ranks(TrainingEngine.score)
+    train = _on_ranks(
+        TrainingEngine.train, lambda result: (result.weight_version, result.state_digest), end_together=True
+    )
+    gradient_digests = _on_ranks(TrainingEngine.gradient_digests, lambda digests: digests, end_together=True)
+    score = _on_ranks(TrainingEngine.score, end_together=True)
+    write_scores = _on_ranks(TrainingEngine.write_scores, end_together=True)
     weights_checksum = _on_ranks(TrainingEngine.weights_checksum)
     checksum_at = _on_ranks(TrainingRank.checksum_at)
     export_hf = _on_ranks(TrainingRank.export_hf)
@@ -82,6 +107,7 @@ class TrainingHandle(ModelHandle):
         self._timeout = config.training.timeout
         self._offloaded_since: int | None = None
         """Number of restarts at which all ranks had released their memory; None where they may have it."""
+        self._copy: _Copy | None = None
 
     def offload(self) -> None:
         """Have all ranks release their memory. Asks no rank where they have done so already."""
@@ -108,11 +134,83 @@ class TrainingHandle(ModelHandle):
 
     def save(self, store_url: str, folder: str) -> list[StoredFile]:
         """Write a checkpoint below `folder`; returns its files."""
-        return self.on_all(TrainingRank.save, _absolute(store_url), folder)[0]
+        self.copy_state()
+        try:
+            return self.write_copy(store_url, folder)
+        finally:
+            self.drop_copy()
 
-    def load(self, store_url: str, folder: str) -> None:
-        """Replace the state with a checkpoint. Raises Damaged."""
-        self.on_all(TrainingRank.load, _absolute(store_url), folder)
+    def copy_state(self) -> None:
+        """Copy the state to the memory of the ranks' machines. The engine may go on to train when this returns."""
+        position = self.position()
+        restarts = self.restarts
+        sizes = self.on_all(TrainingEngine.copy_state)
+        self._copy = _Copy(position.weight_version, position.state_digest, restarts, max(sizes))
+
+    def holds_copy(self, version: int | None, state_digest: str | None) -> bool:
+        """Return whether the ranks hold a copy of this state."""
+        copy = self._copy
+        return copy is not None and (copy.version, copy.state_digest, copy.restarts) == (
+            version,
+            state_digest,
+            self.restarts,
+        )
+
+    def write_copy(self, store_url: str, folder: str) -> list[StoredFile]:
+        """Write a checkpoint of the copied state below `folder`, while the engine may train; returns its files.
+
+        Raises the store's errors, EngineError without a copy, EngineDied, and EngineTimeout if the ranks write less
+        than `LEAST_RATE`.
+        """
+        copy = self._copy
+        if copy is None:
+            raise EngineError(f"{self.name} holds no copy of its state: it has to be copied again")
+        url, deadline = _absolute(store_url), self._deadline_of(copy.bytes)
+        failed: list[Exception] = []
+        written: list[list[StoredFile]] = []
+        try:
+            for call in self.call_all(SAVING, TrainingRank.write_copy, url, folder):
+                try:
+                    written.append(call.result(deadline))
+                except Exception as error:  # raised once all ranks have ended, so that none still writes
+                    failed.append(error)
+            if failed:
+                raise next((error for error in failed if isinstance(error, EngineDied)), failed[0])
+            indexes = [files[-1] for files in written]
+            description = self.call(SAVING, TrainingRank.describe_copy, url, folder, indexes).result()
+        except (EngineDied, EngineTimeout):  # a part of the copy is gone with its rank
+            self._copy = None
+            raise
+        return [*(file for files in written for file in files), description]
+
+    def drop_copy(self) -> None:
+        """Free the copied state."""
+        self._copy = None
+        with suppress(EngineError):  # a rank that is gone holds none
+            for call in self.call_all(CONTROL, TrainingEngine.drop_copy):
+                call.result()
+
+    def load(self, store_url: str, folder: str, size: int = 0) -> None:
+        """Replace the state with a checkpoint of `size` bytes. Raises Damaged."""
+        calls = self.call_all(None, TrainingRank.load, _absolute(store_url), folder)
+        self._gather(calls, self._deadline_of(size // len(self._actors)))
+
+    def _deadline_of(self, size: int) -> Deadline:
+        """Return the deadline of a call in which each rank moves up to `size` bytes."""
+        return Deadline(self._timeout + size / LEAST_RATE)
+
+    def write_version(
+        self,
+        version: int,
+        store_url: str,
+        folder: str,
+        dtype: Literal["float32", "bfloat16"],
+        digest: str,
+        base: str | None,
+    ) -> list[StoredFile]:
+        """Write the weights of `version` below `folder`; returns the files. Raises WrongVersion and the store's
+        errors."""
+        return self.on_all(TrainingRank.write_version, version, _absolute(store_url), folder, dtype, digest, base)[0]
 
     def export_weights(self, version: int, bucket_bytes: int) -> "Generator[Bucket]":
         """Yield buckets of weights in the object store, as arguments of calls: Ray passes the value. Each is made while
@@ -209,20 +307,25 @@ class TrainingHandle(ModelHandle):
         self._gather(calls, deadline)
 
     def on_all(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call every rank, and return the results in the order of ranks. A batch is stored once for all of them."""
-        stored: Any = [put(value) if isinstance(value, TrainBatch) else value for value in args]
-        return self._gather(self.call_all(None, method, *stored, **kwargs), Deadline(self._timeout))
+        """Call every rank, and return the results in the order of ranks."""
+        return self._gather(self._send_all(method, *args, **kwargs), Deadline(self._timeout))
 
-    def _gather(self, calls: list[Call[R]], deadline: Deadline) -> list[R]:
+    def _send_all(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> list[Call[R]]:
+        """Send every rank a call for long work. A batch is stored once for all of them."""
+        stored: Any = [put(value) if isinstance(value, TrainBatch | BatchSource) else value for value in args]
+        return self.call_all(None, method, *stored, **kwargs)
+
+    def _gather(self, calls: list[Call[R]], deadline: Deadline, spread: float = math.inf) -> list[R]:
         """Return the results of all ranks, or raise what all of them raise. If the ranks end differently, the engine is
         unusable. The others may then wait for the failed rank for ever, so they get only `FAILURE_GRACE` seconds, and
-        none after a death."""
+        none after a death. After a result each further one may take `spread` seconds."""
         results: dict[int, R] = {}
         failures: dict[int, Exception] = {}
         ranks = {call.ref: rank for rank, call in enumerate(calls)}
         running = list(ranks)
         while running and not any(isinstance(failure, EngineDied) for failure in failures.values()):
-            ended, running = wait(running, FAILURE_GRACE if failures else deadline.remaining)
+            seconds = min(deadline.remaining, spread) if results else deadline.remaining
+            ended, running = wait(running, FAILURE_GRACE if failures else seconds)
             if not ended:
                 break
             for ref in ended:
@@ -248,7 +351,8 @@ class TrainingHandle(ModelHandle):
                 f"{method}() ended differently on the ranks of {self.name}: {raised}; it must be restarted"
             )
         late = ", ".join(self._actors[ranks[ref]].name for ref in running)
-        raise EngineTimeout(f"{method}() did not return within {deadline.seconds:g} s from {late}")
+        limit = f"{spread:g} s after the other ranks" if results and deadline.remaining else f"{deadline.seconds:g} s"
+        raise EngineTimeout(f"{method}() did not return within {limit} from {late}")
 
     def agreed(self, values: list[R], agree: Callable[[R], object] | None) -> R:
         """Return the value of rank 0. Raises EngineError where what `agree` returns differs between ranks."""

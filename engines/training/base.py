@@ -1,11 +1,12 @@
 """Interface of every training engine."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from cairn.engines.types.batches import BatchSource, ScoreWriter
 from cairn.engines.types.types import ModelRole, Position, TrainBatch, TrainResult
 from cairn.storage.records import Environment
 from cairn.storage.store.store import Store, StoredFile
@@ -23,8 +24,9 @@ class TrainingEngine(Protocol):
 
     The constructor is `Engine(model, training, algorithm, *, temperature, total_steps, rank, world_size, device)`. It
     raises BadModel where the model's folder cannot be used. With more than one rank, every method is called on all
-    ranks with the same arguments and takes part in collective communication. Each rank receives the whole batch and
-    takes its own part of it. All ranks return the same unless stated otherwise.
+    ranks with the same arguments and takes part in collective communication. Each rank takes its own part of a batch
+    that it receives as a whole, or reads its own part from a source. All ranks return the same unless stated
+    otherwise.
 
     An update happens exactly once: the engine knows its current weight version and the input it was last trained on,
     and rejects an update that expects another version. Only `train` and `load` change weights. If one of them is
@@ -37,7 +39,7 @@ class TrainingEngine(Protocol):
 
     def train(
         self,
-        batch: TrainBatch,
+        batch: TrainBatch | BatchSource,
         *,
         num_steps: int,
         expected_version: int,
@@ -57,11 +59,12 @@ class TrainingEngine(Protocol):
             WrongVersion: the engine is not at `expected_version`; nothing was changed.
             ValueError: the batch cannot be trained on (a field is missing or has the wrong length, or a part has no
                 trained token); nothing was changed.
+            Damaged, StoreError: the source cannot be read; nothing was changed.
             NotFinite: the loss or gradient of a part is infinite or not a number. That step was not taken. If it was
                 not the first, a checkpoint must be loaded.
         """
 
-    def gradient_digests(self, batch: TrainBatch, *, num_steps: int) -> tuple[str, str]:
+    def gradient_digests(self, batch: TrainBatch | BatchSource, *, num_steps: int) -> tuple[str, str]:
         """Compute the gradients of the batch's first optimizer step twice, for actor and critic. Return both digests.
 
         Nothing of the state changes. The arguments, and ValueError, are those of `train`.
@@ -79,6 +82,10 @@ class TrainingEngine(Protocol):
             ValueError: the configuration requires no model of that role.
         """
 
+    def write_scores(self, batch: BatchSource, roles: Sequence[ModelRole], writer: ScoreWriter) -> Any:
+        """Score a batch from a source under some models, as `score` does, and have the writer store all scores on rank
+        0. Return what it returns on rank 0, None elsewhere. Raises as `train` does for a source."""
+
     def export_weights(self, bucket_bytes: int, *, on_device: bool = False) -> "Iterator[dict[str, torch.Tensor]]":
         """Yield the weights in the training's number format, on the CPU or on the device, in buckets of at most
         `bucket_bytes`.
@@ -95,9 +102,22 @@ class TrainingEngine(Protocol):
     def export_hf(self, folder: Path) -> None:
         """Write the weights, config and generation config as a model folder in Hugging Face format, on rank 0."""
 
+    def copy_state(self) -> int:
+        """Copy this rank's part of the state to the host, in place of an earlier copy. Return its size in bytes."""
+
+    def write_copy(self, store: Store, folder: str) -> list[StoredFile]:
+        """Write the copy's files below `folder`; its index is the last. Another thread may train meanwhile, and calls
+        of other ranks do not matter. Raises the store's errors, and EngineError without a copy."""
+
+    def describe_copy(self, store: Store, folder: str, indexes: Sequence[StoredFile]) -> StoredFile:
+        """Write the description of a checkpoint whose ranks have written these indexes. Raises as `write_copy` does."""
+
+    def drop_copy(self) -> None:
+        """Free the copy."""
+
     def save(self, store: Store, folder: str) -> list[StoredFile]:
-        """Write the whole state below `folder`. Return all files on rank 0 and none elsewhere. Raises the store's
-        errors."""
+        """Write the whole state below `folder`: copy, write and describe it. Return all files on rank 0 and none
+        elsewhere. Raises the store's errors."""
 
     def load(self, store: Store, folder: str) -> None:
         """Replace the whole state by a saved one, of any layout of ranks.

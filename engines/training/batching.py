@@ -5,7 +5,7 @@ Micro-batches that are padded hold samples of similar lengths; packed micro-batc
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.needs import loss_needs, old_policy_is_current
+from cairn.engines.types.batches import BatchOutline
 from cairn.engines.types.types import TrainBatch
 
 PER_TOKEN = (
@@ -32,12 +33,16 @@ PER_TOKEN = (
 """Fields with an entry for each response token."""
 
 
-def check_batch(batch: TrainBatch) -> None:
+def check_batch(batch: TrainBatch, own: Iterable[int] | None = None) -> None:
     """Check that the fields of a batch are consistent with each other.
+
+    Args:
+        own: sequences that this rank holds; None where it holds all.
 
     Raises:
         ValueError: names the field and the sample.
     """
+    own = range(len(batch)) if own is None else sorted(own)
     if len(batch) == 0:
         raise ValueError("the batch holds no samples")
     for name in ("response_lengths", "loss_mask"):
@@ -52,7 +57,8 @@ def check_batch(batch: TrainBatch) -> None:
             raise ValueError(f"samples has {len(batch.samples)} entries for {len(batch)} sequences")
         if not set(np.diff(batch.samples, prepend=-1).tolist()) <= {0, 1} or batch.samples[0] != 0:
             raise ValueError("samples does not count the samples from 0, one after the other")
-    for sample, (ids, length) in enumerate(zip(batch.input_ids, batch.response_lengths, strict=True)):
+    for sample in own:
+        ids, length = batch.input_ids[sample], batch.response_lengths[sample]
         if not 0 <= length < len(ids):
             raise ValueError(
                 f"sample {sample} has {len(ids)} tokens, {length} of them in the response: its prompt must not be empty"
@@ -61,45 +67,55 @@ def check_batch(batch: TrainBatch) -> None:
         field: list[np.ndarray] | None = getattr(batch, name)
         if field is None:
             continue
-        for sample, (values, length) in enumerate(zip(field, batch.response_lengths, strict=True)):
+        if len(field) != len(batch):
+            raise ValueError(f"{name} has {len(field)} entries for {len(batch)} samples")
+        for sample in own:
+            values, length = field[sample], batch.response_lengths[sample]
             if len(values) != length:
                 raise ValueError(f"{name} of sample {sample} has {len(values)} entries for {length} response tokens")
-    for sample, experts in enumerate(batch.routed_experts or ()):
+    for sample, experts in ((sample, batch.routed_experts[sample]) for sample in own if batch.routed_experts):
         if experts is not None and len(experts) != len(batch.input_ids[sample]) - 1:
             raise ValueError(
                 f"routed_experts of sample {sample} has {len(experts)} entries for {len(batch.input_ids[sample])} "
                 "tokens: it needs one for each but the last"
             )
-    for sample, support in enumerate(batch.kept or ()):
+    for sample, support in ((sample, batch.kept[sample]) for sample in own if batch.kept):
         ids, length = batch.input_ids[sample], batch.response_lengths[sample]
         place = support.first_without(ids[len(ids) - length :])
         if place is not None:
             raise ValueError(f"response token {place} of sample {sample} is not among those it was drawn from")
 
 
-def check_trainable(batch: TrainBatch, steps: Sequence[range], algorithm: AlgorithmConfig) -> None:
-    """Check that a batch that passed `check_batch` holds what its loss reads, and that every optimizer step has a
-    trained token.
+def check_steps(outline: BatchOutline, steps: Sequence[range]) -> None:
+    """Check that every optimizer step has a trained token.
 
     Raises:
-        ValueError: names the field or the step.
+        ValueError: names the step.
     """
     for number, samples in enumerate(steps):
-        if not any(batch.loss_mask[sample].any() for sample in samples):
+        if not any(outline.trained[sample] for sample in samples):
             raise ValueError(
                 f"optimizer step {number + 1} of {len(steps)} has no trained token: the loss masks of its samples "
                 f"({samples.start} to {samples.stop - 1}) are all zero"
             )
+
+
+def check_fields(batch: TrainBatch, num_steps: int, algorithm: AlgorithmConfig) -> None:
+    """Check that a batch for some optimizer steps holds what its loss reads.
+
+    Raises:
+        ValueError: names the field.
+    """
     needs = loss_needs(algorithm)
     for name, why in needs.items():
         if getattr(batch, name) is None and (
             name != "old_log_probs" or not old_policy_is_current(algorithm, num_steps=1)
         ):
             raise ValueError(f"the batch has no {name}, which algorithm.{why} needs")
-    if "old_log_probs" in needs and batch.old_log_probs is None and len(steps) > 1:
+    if "old_log_probs" in needs and batch.old_log_probs is None and num_steps > 1:
         raise ValueError(
             "the batch has no old_log_probs: the current policy can replace the old one only in a single optimizer "
-            f"step, but {len(steps)} are requested; score the batch first"
+            f"step, but {num_steps} are requested; score the batch first"
         )
 
 

@@ -1,4 +1,5 @@
-"""Storage of a training state: parameters and moments as safetensors, whole tensors whatever the layout of ranks.
+"""Descriptions of checkpoints, and reading of those that earlier versions of Cairn wrote with the engine `torch`:
+parameters and moments as safetensors, whole tensors whatever the layout of ranks.
 
 <folder>/<kind>-00000.safetensors …   of each kind (parameters, exp_avg, exp_avg_sq; reference, where the reference
                                       changes): whole tensors by their Hugging Face names, in files of at most 256 MiB
@@ -8,16 +9,16 @@
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from pydantic import BaseModel, Field
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
-from safetensors.torch import save as save_safetensors
 
-from cairn.engines.training.sharding import copy_part, whole
+from cairn.engines.training.sharding import copy_part
 from cairn.engines.types.errors import EngineError
 from cairn.storage.store.canonical import seal, unseal
 from cairn.storage.store.errors import Damaged
@@ -93,51 +94,6 @@ def in_buckets(
         yield bucket
 
 
-def gather_files(kinds: dict[str, NamedTensors], *, keep: bool) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Yield the kind and the whole tensors, on the CPU, of one file after the other.
-
-    All ranks take part and must iterate to the end, since every tensor is gathered from all. Only a rank with `keep`
-    yields tensors; it holds those of one file at a time.
-    """
-
-    def gathered(named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in named_tensors:
-            full = whole(tensor.detach())
-            if keep:
-                yield name, full.cpu().contiguous()
-
-    for kind, named_tensors in kinds.items():
-        for bucket in in_buckets(gathered(named_tensors), FILE_BYTES):
-            yield kind, bucket
-
-
-def write_state(
-    store: Store,
-    folder: str,
-    files: Iterable[tuple[str, dict[str, torch.Tensor]]],
-    *,
-    weight_version: int,
-    state_digest: str,
-) -> list[StoredFile]:
-    """Write the files of a state and then its description. Return all of them. Raises the store's errors."""
-    written: list[CheckpointFile] = []
-    for kind, tensors in files:
-        data = save_safetensors(tensors)
-        number = sum(file.kind == kind for file in written)
-        file = CheckpointFile(
-            name=f"{kind}-{number:05d}.safetensors",
-            kind=kind,
-            bytes=len(data),
-            sha256=hashlib.sha256(data).hexdigest(),
-            tensors=sorted(tensors),
-        )
-        store.write(f"{folder}/{file.name}", data)
-        written.append(file)
-    state = TrainingState(format=FORMAT, weight_version=weight_version, state_digest=state_digest, files=written)
-    stored = [StoredFile(f"{folder}/{file.name}", file.bytes, file.sha256) for file in written]
-    return [*stored, write_sealed(store, f"{folder}/{STATE}", state)]
-
-
 def write_sealed(store: Store, path: str, state: Described) -> StoredFile:
     """Write the description of a checkpoint, which commits it. Raises the store's errors."""
     data = seal(state.model_dump())
@@ -145,13 +101,8 @@ def write_sealed(store: Store, path: str, state: Described) -> StoredFile:
     return StoredFile(path, len(data), hashlib.sha256(data).hexdigest())
 
 
-def read_description(store: Store, folder: str) -> TrainingState:
-    """Return the description of the checkpoint in a folder. Raises Damaged."""
-    return read_sealed(store, folder, STATE, TrainingState, FORMAT)
-
-
-def read_sealed(store: Store, folder: str, name: str, kind: type[Description], format: int) -> Description:
-    """Return the description of a checkpoint, read from the file `name`.
+def read_sealed(store: Store, folder: str, name: str, kinds: Mapping[int, type[Description]]) -> Description:
+    """Return the description of a checkpoint, read from the file `name`. `kinds`: the descriptions by their format.
 
     Raises:
         Damaged: the file is missing, altered, or of another format.
@@ -159,8 +110,10 @@ def read_sealed(store: Store, folder: str, name: str, kind: type[Description], f
     path = f"{folder}/{name}"
     try:
         fields = unseal(store.read(path))
-        if fields.get("format") != format:
-            raise Damaged(f"checkpoint {path} is of format {fields.get('format')}; this version reads format {format}")
+        kind = kinds.get(fields.get("format", 0))
+        if kind is None:
+            readable = " and ".join(map(str, sorted(kinds)))
+            raise Damaged(f"checkpoint {path} is of format {fields.get('format')}; this version reads {readable}")
         return kind.model_validate(fields)
     except FileNotFoundError as error:
         raise Damaged(f"checkpoint {folder} is incomplete, or of another training engine: {name} is missing") from error
@@ -193,9 +146,39 @@ def check_trained(folder: str, differing: Set[str]) -> None:
         )
 
 
-def actors_parameters(kind: str, name: str) -> bool:
-    """Return whether a tensor of a state is a parameter of the actor; a model folder or an adapter needs only these."""
-    return kind == "parameters" and not name.startswith("critic.")
+@dataclass(frozen=True)
+class Holds:
+    """What the state of an engine consists of."""
+
+    names: Set[str] | None
+    """Names of the actor's tensors of which the frozen ones are listed; None for all."""
+    frozen: Set[str]
+    """Names of the actor's parameters without moments."""
+    critic: bool
+    reference: bool
+    """Whether a reference that changes is part of the state."""
+
+    def check(self, folder: str, names: Collection[str]) -> None:
+        """Raise EngineError if a checkpoint with tensors of these names is of another algorithm, or has other
+        parameters frozen."""
+        critic = any(name.startswith(f"{_TRAINED[0]}.critic.") for name in names)
+        if critic != self.critic:
+            holds, wants = ("a", "none") if critic else ("no", "one")
+            raise EngineError(
+                f"checkpoint {folder} has {holds} critic, but algorithm.advantage_estimator requires {wants}: load it "
+                "with the algorithm of the run that wrote it"
+            )
+        check_reference(folder, any(name.startswith(f"{REFERENCE}.") for name in names), self.reference)
+        actor = {name.partition(".")[2] for name in names if name.startswith(f"{_TRAINED[0]}.")}
+        actor = {name for name in actor if not name.startswith("critic.")}
+        differing = {name for name in actor if f"{_TRAINED[1]}.{name}" not in names} ^ self.frozen
+        check_trained(folder, differing if self.names is None else differing & self.names)
+
+
+def actors_parameter(name: str) -> bool:
+    """Return whether a tensor of a state, named by its kind and name, is a parameter of the actor; a model folder or an
+    adapter needs only these."""
+    return name.startswith("parameters.") and not name.startswith("parameters.critic.")
 
 
 def read_state(

@@ -19,6 +19,8 @@ not have made. A choice is one expert of one mixture layer for one token."""
 
 def routed_choices(batch: TrainBatch, samples: Iterable[int]) -> int:
     """Return the number of expert choices that the rollout recorded for some samples of a batch."""
+    if batch.routed_choices is not None:
+        return sum(batch.routed_choices[sample] for sample in samples)
     routed = batch.routed_experts or [None] * len(batch)
     return sum(experts.size for sample in samples if (experts := routed[sample]) is not None)
 

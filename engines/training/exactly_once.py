@@ -4,8 +4,10 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -17,26 +19,42 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.processes.fingerprint import TORCH, engine_environment
 from cairn.engines.training.aggregations import NO_WEIGHT, Weight, sequence_weights
-from cairn.engines.training.batching import MicroBatch, check_batch, check_trainable, split_steps
+from cairn.engines.training.batching import MicroBatch, check_batch, check_fields, check_steps, split_steps
+from cairn.engines.training.checkpoint import Described, Holds, read_sealed
 from cairn.engines.training.collate import collate_trained
 from cairn.engines.training.losses.objective import correction_weights
 from cairn.engines.training.needs import has_critic
 from cairn.engines.training.optimizer import learning_rate, weight_decay
+from cairn.engines.training.parts import (
+    FORMAT,
+    HostCopy,
+    NamedParts,
+    PartsState,
+    Saved,
+    copy_to_host,
+    read_parts,
+    write_copy,
+    write_description,
+)
 from cairn.engines.training.protocol import over_steps
+from cairn.engines.training.rows import Rows
+from cairn.engines.training.sharding import raising_together
+from cairn.engines.types.batches import BatchOutline, BatchSource, ScoreWriter
 from cairn.engines.types.errors import EngineError, NotFinite, WrongVersion
 from cairn.engines.types.types import ModelRole, Position, TrainBatch, TrainResult
 from cairn.engines.weights.fingerprint import fingerprint
 from cairn.storage.records import Environment
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged
+from cairn.storage.store.store import Store, StoredFile
 
 
 def with_picked(batch: TrainBatch, sequences: Sequence[int], algorithm: AlgorithmConfig) -> TrainBatch:
     """Return the batch with the tokens that the loss picks, to treat them differently in an optimizer step.
 
     Returns the batch itself where the loss picks none. The loss picks from all trained tokens of the step, by their
-    advantages and log-probs before the update. Every rank has these of all samples, so all ranks pick the same tokens,
-    however the step is then cut into micro-batches and spread over ranks.
+    advantages and log-probs before the update. Every rank has these of all samples (`reads_whole_steps`), so all ranks
+    pick the same tokens, however the step is then cut into micro-batches and spread over ranks.
 
     Raises BadPlugin where the loss does not pick by one bool for each token.
 
@@ -70,13 +88,14 @@ def mean_weight(batch: TrainBatch, sequences: Sequence[int], algorithm: Algorith
 
     The mean is over tokens, or over sequences where the weights are those of whole responses. Weights of 0 do not
     count; if there are no others, the mean is 1. It depends only on log-probs of the old policy and of the rollout
-    engine. Every rank has these of all samples, so every rank computes the same number, however the step is then cut
-    into micro-batches and spread over ranks.
+    engine. Every rank has these of all samples (`reads_whole_steps`), so every rank computes the same number, however
+    the step is then cut into micro-batches and spread over ranks.
 
     Args:
         sequences: sequences of the optimizer step that have a trained token.
     """
-    tokens = collate_trained(batch, sequences, [NO_WEIGHT] * len(sequences), torch.device("cpu"))
+    unrouted = replace(batch, routed_experts=None)  # which takes the most memory, and changes no weight
+    tokens = collate_trained(unrouted, sequences, [NO_WEIGHT] * len(sequences), torch.device("cpu"))
     weights, _ = correction_weights(tokens, algorithm)
     counted = (weights != 0).float()
     if algorithm.tis_level != "token":
@@ -84,6 +103,27 @@ def mean_weight(batch: TrainBatch, sequences: Sequence[int], algorithm: Algorith
         weights, counted = weights / counted.clamp(min=1), (counted > 0).float()
     total = float(counted.sum())
     return float(weights.double().sum()) / total if total else 1.0
+
+
+def reads_whole_steps(algorithm: AlgorithmConfig) -> bool:
+    """Return whether every rank needs the tokens of all sequences of an optimizer step, and not only of its own."""
+    return algorithm.tis_batch_normalize or declared(LOSS.load(algorithm.loss)).picks is not None
+
+
+@dataclass(frozen=True)
+class _OptimizerStep:
+    """An optimizer step as this rank takes it."""
+
+    trained: list[int]
+    """All of its sequences that have a trained token."""
+    micro_batches: list[MicroBatch]
+    """Micro-batches of this rank."""
+    weights: dict[int, Weight]
+    """Weights of the trained tokens of each of its sequences."""
+
+
+def _sequences(micro_batches: Iterable[MicroBatch]) -> set[int]:
+    return {sequence for micro_batch in micro_batches for sequence in micro_batch.samples}
 
 
 Scorer = Callable[[TrainBatch, Sequence[MicroBatch]], torch.Tensor]
@@ -140,6 +180,10 @@ class ExactlyOnceEngine(ABC):
 
     _packages: Sequence[str] = TORCH
     """Packages that the engine computes with."""
+    _description: ClassVar[str]
+    """Name of the file that describes a checkpoint."""
+    _older: ClassVar[Mapping[int, type[Described]]]
+    """Descriptions of checkpoints in older formats."""
     _learners: Mapping[str, Learner]
     _scorers: Mapping[str, Scorer]
 
@@ -167,6 +211,9 @@ class ExactlyOnceEngine(ABC):
         self._last: tuple[str, TrainResult] | None = None
         self._interrupted: str | None = None
         self._offloaded = False
+        self._copy: HostCopy | None = None
+        timeout = timedelta(minutes=training.distributed_timeout_minutes)
+        self._rows = Rows(rank, world_size, self._device, timeout)
 
     @abstractmethod
     def _plan(self, lengths: dict[int, int]) -> list[MicroBatch]:
@@ -179,6 +226,22 @@ class ExactlyOnceEngine(ABC):
     @abstractmethod
     def _compute_digest(self) -> str:
         """Return the digest of parameters and optimizer state of all learners and `_version`; all ranks take part."""
+
+    @abstractmethod
+    def _parts(self, *, owned: bool) -> NamedParts:
+        """Return the parts of the state that this rank holds, as views; with `owned` those that it writes, of which no
+        other rank writes any."""
+
+    @abstractmethod
+    def _has(self) -> Holds:
+        """Return what the state consists of."""
+
+    @abstractmethod
+    def _load_older(self, store: Store, folder: str, state: Described) -> None:
+        """Replace the state by one that an earlier version of Cairn wrote; see `load`."""
+
+    def _filled(self) -> None:  # noqa: B027  (most engines have nothing to complete)
+        """Complete a state of which the parts were replaced. All ranks take part."""
 
     @abstractmethod
     def _update_reference(self) -> None:
@@ -194,7 +257,7 @@ class ExactlyOnceEngine(ABC):
 
     def train(
         self,
-        batch: TrainBatch,
+        batch: TrainBatch | BatchSource,
         *,
         num_steps: int,
         expected_version: int,
@@ -209,9 +272,7 @@ class ExactlyOnceEngine(ABC):
                 f"the training engine is at weight version {self._version}, not at {expected_version}; "
                 "nothing was changed"
             )
-        check_batch(batch)
-        steps = split_steps(batch.sample_of, num_steps)
-        check_trainable(batch, steps, self._algorithm)
+        held, outline, steps = self._planned_steps(batch, num_steps, num_steps)
         self._began_at = self._version
         roles = [role for role in self._learners if train_actor or role != "actor"]
         if not roles:
@@ -219,7 +280,7 @@ class ExactlyOnceEngine(ABC):
         # If one rank fails alone, the others stay blocked in a collective. With several ranks any failure may be so.
         self._interrupted = "train" if self._world_size > 1 else None
         try:
-            metrics = [self._update(batch, samples, roles) for samples in steps]
+            metrics = [self._update(held, step, roles) for step in steps]
         except NotFinite:
             if self._version == expected_version:  # raised by all ranks, before the first change
                 self._interrupted = None
@@ -234,37 +295,91 @@ class ExactlyOnceEngine(ABC):
             state_digest=self.state_digest(),
             metrics=over_steps(metrics),
             seconds=time.perf_counter() - started,
-            tokens=sum(map(len, batch.input_ids)),
+            tokens=sum(outline.tokens),
+            lengths=tuple(outline.tokens) if self._rank == 0 else (),
         )
         self._last = (input_digest, result)
         return result
 
-    def gradient_digests(self, batch: TrainBatch, *, num_steps: int) -> tuple[str, str]:
+    def gradient_digests(self, batch: TrainBatch | BatchSource, *, num_steps: int) -> tuple[str, str]:
         self._require_ready()
-        check_batch(batch)
-        steps = split_steps(batch.sample_of, num_steps)
-        check_trainable(batch, steps, self._algorithm)
+        held, _, (step,) = self._planned_steps(batch, num_steps, 1)
         self._interrupted = "gradient_digests" if self._world_size > 1 else None  # as in `train`
-        step = self._prepared(batch, steps[0])
-        first, second = (self._gradient_digest(*step) for _ in range(2))
+        held = self._with_whole_step(held, step)
+        first, second = (self._gradient_digest(held, step) for _ in range(2))
         self._interrupted = None
         return first, second
 
     def score(self, batch: TrainBatch, role: ModelRole) -> list[np.ndarray]:
         self._require_ready()
         check_batch(batch)
-        if role not in self._scorers:
-            raise ValueError(MISSING_MODEL_MESSAGES[role])
-        lengths = {i: len(ids) for i, ids in enumerate(batch.input_ids) if batch.response_lengths[i]}
-        if not lengths:
-            return [np.zeros(0, np.float32) for _ in range(len(batch))]
-        scores = self._scorers[role](batch, self._plan(lengths))
-        return np.split(scores.cpu().numpy(), np.cumsum(batch.response_lengths)[:-1])
+        return self._scores(batch, self._scoring_plan(BatchOutline.of(batch)), role)
+
+    def write_scores(self, batch: BatchSource, roles: Sequence[ModelRole], writer: ScoreWriter) -> Any:
+        self._require_ready()
+        reader = batch.open()
+        outline = self._rows.outline(reader)
+        plan = self._scoring_plan(outline)
+        held = self._rows.read(reader, _sequences(plan))
+        scores = {role: self._scores(held, plan, role) for role in roles}
+        return self._rows.together(lambda: writer.write(reader, held, scores) if self._rank == 0 else None)
 
     def state_digest(self) -> str:
         if self._digest is None:
             self._digest = self._compute_digest()
         return self._digest
+
+    def copy_state(self) -> int:
+        self._require_ready()
+        digest, self._copy = self.state_digest(), None
+        self._copy = copy_to_host(
+            self._parts(owned=True), rank=self._rank, weight_version=self._version, state_digest=digest
+        )
+        return self._copy.bytes
+
+    def write_copy(self, store: Store, folder: str) -> list[StoredFile]:
+        return write_copy(store, folder, self._held_copy())
+
+    def describe_copy(self, store: Store, folder: str, indexes: Sequence[StoredFile]) -> StoredFile:
+        copy = self._held_copy()
+        path = f"{folder}/{self._description}"
+        return write_description(
+            store, path, indexes, weight_version=copy.weight_version, state_digest=copy.state_digest
+        )
+
+    def drop_copy(self) -> None:
+        self._copy = None
+
+    def save(self, store: Store, folder: str) -> list[StoredFile]:
+        self.copy_state()
+        written: list[StoredFile] = []
+        with raising_together(self._world_size, self._device):
+            written = self.write_copy(store, folder)
+        every: list[Any] = [written] * self._world_size
+        if self._world_size > 1:
+            dist.all_gather_object(every, written)
+        with raising_together(self._world_size, self._device):
+            if self._rank == 0:
+                written = [file for own in every for file in own]
+                written.append(self.describe_copy(store, folder, [own[-1] for own in every]))
+        self.drop_copy()
+        return written if self._rank == 0 else []
+
+    def load(self, store: Store, folder: str) -> None:
+        self._require_onloaded()
+        with raising_together(self._world_size, self._device):
+            state = read_sealed(store, folder, self._description, {FORMAT: PartsState, **self._older})
+        if isinstance(state, PartsState):
+            saved = Saved.open(store, folder, state, self._world_size, self._device)
+            with raising_together(self._world_size, self._device):
+                self._has().check(folder, saved.shapes)
+            self._interrupted = "load"
+            with torch.no_grad():
+                read_parts(store, saved, self._parts(owned=False), self._world_size, self._device)
+                self._filled()
+        else:
+            self._load_older(store, folder, state)
+        self._end_load(folder, weight_version=state.weight_version, state_digest=state.state_digest)
 
     def environment(self) -> Environment:
         return engine_environment(self._device, self._packages)
@@ -279,15 +394,64 @@ class ExactlyOnceEngine(ABC):
             "offloaded": self._offloaded,
         }
 
-    def _update(self, batch: TrainBatch, samples: range, roles: Sequence[str]) -> dict[str, float]:
+    def _planned_steps(
+        self, batch: TrainBatch | BatchSource, num_steps: int, planned: int
+    ) -> tuple[TrainBatch, BatchOutline, list[_OptimizerStep]]:
+        """Return a batch with the sequences that this rank needs, its outline, and the first `planned` of its optimizer
+        steps. Raises ValueError like `train`, on all ranks."""
+        outline, read = self._opened(batch)
+        steps = split_steps(outline.sample_of, num_steps)
+        check_steps(outline, steps)
+        plans = [self._planned(outline, samples) for samples in steps[:planned]]
+        whole = reads_whole_steps(self._algorithm)
+        needed = (set(plan.trained) if whole else _sequences(plan.micro_batches) for plan in plans)
+        held = read(set().union(*needed))
+        check_fields(held, num_steps, self._algorithm)
+        return held, outline, plans
+
+    def _opened(self, batch: TrainBatch | BatchSource) -> tuple[BatchOutline, Callable[[set[int]], TrainBatch]]:
+        """Return the outline of a batch, and a function that returns it with at least some of its sequences."""
+        if isinstance(batch, TrainBatch):
+            check_batch(batch)
+            return BatchOutline.of(batch), lambda own: batch
+        reader = batch.open()
+        return self._rows.outline(reader), partial(self._rows.read, reader)
+
+    def _planned(self, outline: BatchOutline, samples: range) -> _OptimizerStep:
+        trained, divisors = ([field[i] for i in samples] for field in (outline.trained, outline.divisors))
+        own = outline.sample_of[samples.start : samples.stop]
+        weights = dict(zip(samples, sequence_weights(trained, own, self._algorithm, divisors), strict=True))
+        lengths = {i: outline.tokens[i] for i, count in zip(samples, trained, strict=True) if count}
+        return _OptimizerStep([*lengths], self._plan(lengths), weights)
+
+    def _with_whole_step(self, batch: TrainBatch, step: _OptimizerStep) -> TrainBatch:
+        """Return the batch with what its loss computes from a whole optimizer step."""
+        if self._algorithm.tis_batch_normalize:
+            batch = replace(batch, mean_correction=mean_weight(batch, step.trained, self._algorithm))
+        return with_picked(batch, step.trained, self._algorithm)
+
+    def _scoring_plan(self, outline: BatchOutline) -> list[MicroBatch]:
+        sizes = zip(outline.tokens, outline.response_lengths, strict=True)
+        lengths = {i: tokens for i, (tokens, response) in enumerate(sizes) if response}
+        return self._plan(lengths) if lengths else []
+
+    def _scores(self, batch: TrainBatch, plan: Sequence[MicroBatch], role: ModelRole) -> list[np.ndarray]:
+        if role not in self._scorers:
+            raise ValueError(MISSING_MODEL_MESSAGES[role])
+        if not plan:
+            return [np.zeros(0, np.float32) for _ in range(len(batch))]
+        scores = self._scorers[role](batch, plan)
+        return np.split(scores.cpu().numpy(), np.cumsum(batch.response_lengths)[:-1])
+
+    def _update(self, batch: TrainBatch, step: _OptimizerStep, roles: Sequence[str]) -> dict[str, float]:
         """Take one optimizer step with some learners. Return its metrics.
 
         No weight changes before all gradients are computed and finite.
         """
-        step = self._prepared(batch, samples)
+        batch = self._with_whole_step(batch, step)
         metrics: dict[str, float] = {}
         for role in roles:
-            metrics |= self._learners[role].accumulate_gradients(*step)
+            metrics |= self._learners[role].accumulate_gradients(batch, step.micro_batches, step.weights)
             metrics[_of(role, "grad_norm")] = self._learners[role].grad_norm()
         self._require_finite(metrics)
         self._interrupted = "train"
@@ -301,25 +465,11 @@ class ExactlyOnceEngine(ABC):
         self._move_to(self._version + 1)
         return metrics
 
-    def _prepared(self, batch: TrainBatch, samples: range) -> tuple[TrainBatch, list[MicroBatch], dict[int, Weight]]:
-        """Return the arguments of `Learner.accumulate_gradients` for an optimizer step."""
-        trained, divisors = (
-            [int(mask[i].sum()) for i in samples] for mask in (batch.loss_mask, batch.divisor_mask or batch.loss_mask)
-        )
-        own = batch.sample_of[samples.start : samples.stop]
-        weights = dict(zip(samples, sequence_weights(trained, own, self._algorithm, divisors), strict=True))
-        lengths = {i: len(batch.input_ids[i]) for i, count in zip(samples, trained, strict=True) if count}
-        if self._algorithm.tis_batch_normalize:
-            batch = replace(batch, mean_correction=mean_weight(batch, [*lengths], self._algorithm))
-        batch = with_picked(batch, [*lengths], self._algorithm)
-        micro_batches = self._plan(lengths)
-        return batch, micro_batches, weights
-
-    def _gradient_digest(self, batch: TrainBatch, micro_batches: list[MicroBatch], weights: dict[int, Weight]) -> str:
+    def _gradient_digest(self, batch: TrainBatch, step: _OptimizerStep) -> str:
         """Return the digest of the gradients of all learners on all ranks."""
         parts = []
         for learner in self._learners.values():
-            learner.accumulate_gradients(batch, micro_batches, weights)
+            learner.accumulate_gradients(batch, step.micro_batches, step.weights)
             parts += [fingerprint(gradient) for gradient in learner.gradients()]
         of_ranks: list[Any] = [torch.stack(parts).tolist()] * self._world_size
         if self._world_size > 1:
@@ -364,6 +514,11 @@ class ExactlyOnceEngine(ABC):
                 f"checkpoint {folder} is damaged: the loaded state has digest {loaded}, but {state_digest} was saved"
             )
         self._interrupted = None
+
+    def _held_copy(self) -> HostCopy:
+        if self._copy is None:
+            raise EngineError("the training engine holds no copy of its state: it has to be copied again")
+        return self._copy
 
     def _move_to(self, version: int) -> None:
         self._version, self._digest = version, None

@@ -5,7 +5,7 @@ Nothing here loads PyTorch before the process is prepared for it. A rank passes 
 
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from cairn.engines.training.base import TrainingEngine
+    from cairn.engines.weights.versions import VersionWriter
 
 
 class TrainingRank(WeightSource):
@@ -35,6 +36,7 @@ class TrainingRank(WeightSource):
         self._training = training
         self._engine: TrainingEngine | None = None
         self._rank = 0
+        self._versions: VersionWriter | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Return any other attribute of `cairn.engines.training.base.TrainingEngine`."""
@@ -91,11 +93,42 @@ class TrainingRank(WeightSource):
         scores = self._started.score(batch, role)
         return scores if self._rank == 0 else None
 
-    def save(self, store_url: str, folder: str) -> list[StoredFile]:
-        return self._started.save(open_store(store_url), folder)
+    def write_copy(self, store_url: str, folder: str) -> list[StoredFile]:
+        return self._started.write_copy(open_store(store_url), folder)
+
+    def describe_copy(self, store_url: str, folder: str, indexes: list[StoredFile]) -> StoredFile:
+        return self._started.describe_copy(open_store(store_url), folder, indexes)
 
     def load(self, store_url: str, folder: str) -> None:
         self._started.load(open_store(store_url), folder)
+
+    def write_version(
+        self,
+        version: int,
+        store_url: str,
+        folder: str,
+        dtype: Literal["float32", "bfloat16"],
+        digest: str,
+        base: str | None,
+    ) -> list[StoredFile]:
+        """On all ranks: write the weights of `version` below `folder` (`cairn.engines.weights.versions.VersionWriter`).
+        Return the files on rank 0 and none elsewhere.
+
+        Raises:
+            WrongVersion: the engine is at another version.
+            StoreError: the store refused a file, or did not respond.
+        """
+        import torch
+
+        from cairn.engines.training.sharding import raising_together
+        from cairn.engines.weights.versions import FILE_BYTES, VersionWriter
+
+        self._require_version(version)
+        self._versions = self._versions or VersionWriter()
+        device = torch.device("cuda" if self._training.num_gpus_per_rank > 0 else "cpu")
+        with raising_together(self._training.world_size, device):
+            buckets, store = self._started.export_weights(FILE_BYTES), open_store(store_url)
+            return self._versions.write(store, folder, buckets, getattr(torch, dtype), digest, base)
 
     def offload(self) -> None:
         self._sharing.offload()

@@ -277,6 +277,11 @@ class GeneratedSample:
         return self.group_id, self.index
 
     @property
+    def tokens(self) -> int:
+        """Number of its response tokens."""
+        return sum(map(len, self.trajectory.segments))
+
+    @property
     def trajectories(self) -> list[Trajectory]:
         """Its trajectories in order; where there are several, without empty segments."""
         none = (None,) * len(self.lengths or (0,))

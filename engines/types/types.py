@@ -275,6 +275,8 @@ class TrainBatch:
     samples, or for all, where it chooses itself."""
     images: list[tuple[Image, ...]] | None = None
     """Images of each prompt, in the order of their placeholders; None where no prompt has any."""
+    routed_choices: list[int] | None = None
+    """Number of choices in `routed_experts` of each entry, where this rank does not hold those of all."""
     picked: list[np.ndarray] | None = None
     """[R_i] bool, internal to the engine and set in an optimizer step: tokens that its loss treats separately
     (`cairn.configs.kinds.Declaration.picks`)."""
@@ -363,6 +365,8 @@ class TrainResult:
     …)."""
     seconds: float = 0.0
     tokens: int = 0
+    lengths: tuple[int, ...] = ()
+    """Tokens of each sequence of the batch, on rank 0."""
 
 
 # Requests to an engine that generates for several callers at a time.

@@ -4,11 +4,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from cairn.storage.store.store import StoredFile
+
 MemoryTag = Literal["weights", "kv_cache"]
 """Purposes of an engine's GPU memory; captured graphs belong to the cache."""
 
+WHOLE, DIFFERENCE = "whole", "difference"
+"""First parts of the names of files of weights: see `cairn.engines.weights.versions`."""
+
 Layout = Sequence[tuple[str, str, tuple[int, ...]]]
 """Name, dtype and shape of each tensor of a bucket, in the order in which their bytes are sent."""
+
+
+def is_whole(files: Sequence[StoredFile]) -> bool:
+    """Return whether the files of a version of weights hold it whole, and not as a difference."""
+    return all(file.path.rpartition("/")[2].startswith(f"{WHOLE}-") for file in files)
 
 
 @dataclass(frozen=True)

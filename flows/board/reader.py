@@ -118,7 +118,7 @@ class RunReader:
         self.device_seconds = self._devices(ledger, lease)
         self._seen = seen
         self.version = next(_versions)
-        if not before or any(_step(name) in _OF_SAMPLES for name in names - before):
+        if not before or any(map(_of_samples, names - before)):
             self.samples_version = self.version
         return True
 
@@ -191,8 +191,9 @@ def _is_known(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
-def _step(name: str) -> str:
-    return name.partition("/")[2].partition(".")[0]
+def _of_samples(name: str) -> bool:
+    entry = name.partition("/")[2]
+    return entry.partition(".")[0] in _OF_SAMPLES or layout.parse_record(entry) is not None
 
 
 class StoreReader:

@@ -206,25 +206,43 @@ def train(
         _drive(root, name, config, takeover, words, json=json)
 
 
-def resume(root: Root, run: RunArgument, takeover: TakeoverOption = False, json: JsonOption = False) -> None:
+def resume(
+    root: Root,
+    run: RunArgument,
+    layout: Annotated[
+        list[str] | None,
+        Option(
+            "--set",
+            metavar="SECTION.OPTION=VALUE",
+            help="Go on with another number of ranks or engines, or another division of the model; may be repeated.",
+        ),
+    ] = None,
+    takeover: TakeoverOption = False,
+    json: JsonOption = False,
+) -> None:
     """Resume a run from its last commit.
 
     The configuration is that of the ledger. Whatever ended the run (an error, Ctrl-C, a killed machine), no committed
-    step is repeated, and the final weights equal those of a run that was never interrupted.
+    step is repeated, and the final weights equal those of a run that was never interrupted. With `--set` the run goes
+    on in another layout, from a checkpoint of its newest weights: sums then round otherwise, and the ledger records the
+    new values from the next commit on.
 
     Examples:
 
     - `cairn resume quickstart`
+    - `cairn resume quickstart --set rollout.num_engines=1` when an engine's machine is gone
     - `cairn resume quickstart --takeover` when a hung driver still holds it
     """
     _handle_signals()
     from cairn.configs.loader import from_manifest
+    from cairn.flows.driver.relayout import in_layout
 
     ledger = root.ledger(run)
     ledger.manifest.require_own("weights and no configuration to continue with")
     words = ["cairn", "resume", run]
     with ending_in_box(root, run, words):
-        _drive(root, run, from_manifest(ledger.manifest.config), takeover, words, ledger, json=json)
+        config = from_manifest(ledger.terms.config) if layout is None else in_layout(ledger, layout)
+        _drive(root, run, config, takeover, words, ledger, json=json, relayout=layout or ())
 
 
 def validate(
@@ -319,6 +337,7 @@ def _drive(
     ledger: "Ledger | None" = None,
     *,
     json: bool,
+    relayout: Sequence[str] = (),
 ) -> None:
     """Train with progress on the terminal. `words`: the command. `ledger`: that of the run, if the configuration comes
     from it and not from the user. `json`: print the status at the end to stdout, and progress to stderr."""
@@ -365,7 +384,7 @@ def _drive(
     progress = Progress(config, Console(stderr=True) if json else None)
     try:
         with progress:
-            run = start(store, run, recipe, takeover, progress)
+            run = start(store, run, recipe, takeover, progress, relayout)
     except Preempted:
         for signum in NOTICES:  # the run is released: a further signal may end the process
             signal.signal(signum, lambda signum, frame: os._exit(EXIT_CODE))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from cairn.configs.digest import digest
+from cairn.configs.engines import LAYOUT
 from cairn.configs.errors import ConfigError, message_of
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
@@ -22,6 +23,7 @@ from cairn.engines.fleet.fencing import Claim, Tenure
 from cairn.flows.driver.approval import Withheld, require_not_withheld
 from cairn.flows.driver.length import with_length
 from cairn.flows.driver.preemption import OnLease, Preempted
+from cairn.flows.driver.relayout import in_layout, layout_differences, require_no_replay_of_another_layout
 from cairn.flows.driver.sources import Sources, open_graders
 from cairn.flows.driver.trust import recorded_config, require_trusted
 from cairn.flows.events import Event
@@ -35,11 +37,13 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import RunDiffers, StoreError
 from cairn.storage.store.store import Store
+from cairn.tasks.durable.beside import StepProcess
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
 from cairn.tasks.durable.retries import GivenUp
 from cairn.tasks.durable.selection import last_selection
 from cairn.tasks.durable.versions import weight_version_after
+from cairn.tasks.step_process import MODULE
 from cairn.tasks.steps import rules, stale_steps
 from cairn.tasks.trainer.checkpoint import checkpoint
 from cairn.tasks.trainer.recovery import ReplayDiverged
@@ -153,13 +157,15 @@ def open_run(
     config: RunConfig | None,
     *,
     takeover: bool = False,
+    relayout: Sequence[str] = (),
     emit: Callable[[Event], None] = lambda event: None,
     on_lease: OnLease = lambda lease, grace_period: None,
 ) -> Iterator[RunContext]:
     """Own the run `name` while the block runs; engines start in the background.
 
     `store` must support runs (`cairn.storage.opening.open_for_runs`). `config` creates the run, or must equal its
-    stored configuration; None uses the stored one. Raises ConfigError, BadData, BadPlugin, RunDiffers and LeaseHeld
+    stored configuration; None uses the stored one, with options of the layout set by `relayout`, each `a.b=value`
+    (`cairn.flows.driver.relayout`). Raises ConfigError, BadData, BadPlugin, RunDiffers and LeaseHeld
     before anything starts, and Withheld where a person must approve the run first.
     """
 
@@ -168,14 +174,19 @@ def open_run(
 
     config = None if config is None else with_length(config)
     recipe = config
-    inputs = None
+    before = inputs = None
     if config is None or store.exists(layout.run_manifest(name)):
         recorded = Ledger.open(store, name)
         inputs = recorded.terms.inputs
-        config = recorded_config(recorded) if config is None else config
+        if config is None:
+            before = recorded_config(recorded)
+            config = in_layout(recorded, relayout) if relayout else before
     sources = Sources.open(config, inputs, warn)
     with adding_stale_steps(store, name, config, sources.digests):
-        ledger = Ledger.create(store, name, config, sources.digests, rules=rules(config))
+        changing = LAYOUT if relayout else ()
+        ledger = Ledger.create(store, name, config, sources.digests, rules=rules(config), changing=changing)
+    if relayout or ledger.upgrades:
+        require_no_replay_of_another_layout(ledger, config)
     require_not_withheld(ledger, config, current_iteration(ledger, config))
     with ExitStack() as stack:
         lease = ledger.acquire(takeover)
@@ -193,6 +204,12 @@ def open_run(
         )
         context = sources.context(config, ledger, fleet, graders, emit, recipe)
         context.retries.given_up = given_up
+        if relayout and before is not None:
+            for option, then, now in layout_differences(before, config):
+                warn(f"{option} was {then}, is {now}: bits may differ from the next update on")
+        beside = StepProcess(MODULE)
+        stack.callback(beside.close)
+        context.attach(beside)
         yield context
 
 

@@ -44,7 +44,7 @@ def recorded_config(ledger: Ledger, heir: RunConfig | None = None, recipe: RunCo
         ConfigError: the configuration contains what a store may not set.
     """
     ledger.manifest.require_own("weights and no configuration")
-    config = from_manifest(ledger.manifest.config)
+    config = from_manifest(ledger.terms.config)
     if heir is not None:
         fleet = config.fleet.model_copy(update={"ray_address": heir.fleet.ray_address})
         config = config.model_copy(update={"fleet": fleet})

@@ -25,6 +25,7 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.store.store import Store
 from cairn.storage.upkeep.retention import pin
 from cairn.tasks.durable.events import Message
+from cairn.tasks.trainer.stored_weights import has_weights
 
 # Pins protect weights against the run's retention while an evaluation copies them.
 
@@ -45,9 +46,7 @@ def temporary_pin(ledger: Ledger, iteration: int) -> Iterator[None]:
     If several evaluations copy it at once, the one that ends last unpins it. Raises Retired if it is gone.
     """
     owner = ledger.owner(iteration)
-    retention = from_manifest(owner.manifest.config).checkpoint
-    everything_stays = retention.save_retain_interval is None and retention.retain_snapshots is None
-    if everything_stays or _pins(owner.decisions.all(), iteration)[0]:
+    if from_manifest(owner.manifest.config).checkpoint.retains_everything or _pins(owner.decisions.all(), iteration)[0]:
         yield
         return
     own = pin(owner, iteration, why=WHY)
@@ -121,8 +120,8 @@ class ModelFolder:
 
 
 class Published(ModelFolder):
-    """The weights that an iteration of a run published. `folder` first exports them into the evaluation's own folder,
-    so a later removal by the run does no harm.
+    """The weights that an iteration of a run published. `folder` first writes them into the evaluation's own folder, so
+    a later removal by the run does no harm. Where the run stored them they are read, and no trainer starts.
 
     Their digest is the publication's, in the ledger; in a number format other than the run's it is that of the
     export."""
@@ -144,19 +143,29 @@ class Published(ModelFolder):
     @cached_property
     def weights(self) -> str:
         published = self._synced.values.get("digest")
-        same_format = from_manifest(self._ledger.terms_of(self._synced).config).rollout.dtype == self.options.dtype
-        if isinstance(published, str) and same_format:
+        if isinstance(published, str) and self._config.rollout.dtype == self.options.dtype:
             return published
         return folder_checksum(self.folder(), self.options.dtype)
 
     def folder(self) -> str:
         if self._room is None:
-            from cairn.flows.export.model import export
+            from cairn.flows.export.model import export, export_stored
 
             self._room = tempfile.TemporaryDirectory(prefix="cairn-eval-")
+            target = Path(self._room.name) / "model"
             with temporary_pin(self._ledger, self._synced.iteration):
-                export(self._ledger, Path(self._room.name) / "model", self._synced.iteration, emit=self._on_event)
+                # Stored weights are rounded to the rollout's format.
+                suffices = self._config.rollout.dtype in (self.options.dtype, self._config.training.dtype)
+                if suffices and has_weights(self._ledger, self._synced):
+                    export_stored(self._ledger, self._synced, target, self._on_event)
+                else:
+                    export(self._ledger, target, self._synced.iteration, emit=self._on_event)
         return str(Path(self._room.name) / "model")
+
+    @cached_property
+    def _config(self) -> RunConfig:
+        """Configuration that the weights were published under."""
+        return from_manifest(self._ledger.terms_of(self._synced).config)
 
     def close(self) -> None:
         if self._room is not None:

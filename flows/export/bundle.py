@@ -29,6 +29,7 @@ from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step, parse_commit_name
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import TRAJECTORIES
+from cairn.storage.ledger.shards import read_commits
 from cairn.storage.records import Record
 from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
@@ -111,7 +112,7 @@ def bundle(ledger: Ledger, iteration: int, number: int, file: Path, *, weights: 
     with ZipFile(file, "x", ZIP_DEFLATED) as opened:
         try:
             opened.writestr(CONTENTS, canonical.seal(contents.model_dump(mode="json")))
-            for path in sorted({*_run_files(ledger), *map(_marker, chain.values())}):
+            for path in sorted({*_run_files(ledger), *(commit.path for commit in chain.values())}):
                 _add_sealed(opened, ledger, path)
             for commit in [rollout, *uses, *([saved] if saved else [])]:
                 if commit.step in _SAMPLE_STEPS or commit is saved:
@@ -138,14 +139,17 @@ def _uses(ledger: Ledger, view: SampleView, rollout: Commit, iteration: int) -> 
 
 
 def _back_from(ledger: Ledger, commits: Iterable[Commit]) -> Iterator[Commit]:
-    """Yield the commits and all their transitive inputs."""
-    pending, seen = list(commits), set[str]()
+    """Yield the commits and all their transitive inputs. A record is included with all commits that it holds."""
+    pending, seen, files = list(commits), set[str](), set[str]()
     while pending:
         commit = pending.pop()
         if commit.name in seen:
             continue
         seen.add(commit.name)
         yield commit
+        if layout.parse_record(commit.path.rpartition("/")[2]) is not None and commit.path not in files:
+            files.add(commit.path)
+            pending += read_commits(ledger.store.read(commit.path), commit.path)
         for name in commit.inputs:
             iteration, slash, _ = name.partition("/")
             if slash and iteration.isdecimal() and name not in seen:
@@ -161,10 +165,6 @@ def _run_files(ledger: Ledger) -> Iterator[str]:
         for folder in (layout.upgrades(owner.run), layout.decisions(owner.run)):
             yield from (f"{folder}/{name}" for name in ledger.store.list(folder) if name.endswith(".json"))
         owner = owner.parent
-
-
-def _marker(commit: Commit) -> str:
-    return layout.commit(commit.run, commit.iteration, commit.step, commit.shard)
 
 
 def _add_sealed(opened: ZipFile, ledger: Ledger, path: str) -> None:

@@ -2,8 +2,9 @@
 
 | the iteration has | action |
 |---|---|
+| stored weights, in the format of training | this process reads them |
 | a checkpoint | this process reads its weights |
-| none, or a retired one | separate engines with the run's options load the newest earlier checkpoint and replay |
+| neither, or they are retired | separate engines with the run's options load the newest earlier checkpoint and replay |
 
 The run's lease is not taken and nothing is written into the ledger: a live run may be exported. The folder is written
 next to its target under another name, and renamed when it is complete.
@@ -25,6 +26,7 @@ from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.models.files import TOKENIZER_FILES, folder_digest, matching_files
 from cairn.engines.models.folders import weight_files
+from cairn.engines.training.megatron.folder import write_model_folder
 from cairn.engines.types.errors import BadModel
 from cairn.engines.weights.checksum import checksums_as, tensors_of, trained_tensors_of
 from cairn.engines.weights.fingerprint import weights_checksum
@@ -41,6 +43,7 @@ from cairn.storage.upkeep.retention import is_retired, newest_checkpoint
 from cairn.tasks.durable.events import Message
 from cairn.tasks.durable.versions import version_of
 from cairn.tasks.trainer.recovery import restore_trainer
+from cairn.tasks.trainer.stored_weights import has_weights, read_weights
 
 # The card of an exported model: where its weights come from, and how to check that.
 
@@ -73,7 +76,7 @@ class Exported(Record):
     commit: str
     """Digest of the train step's commit."""
     restored_from: str
-    """`checkpoint`, or a description of the replay."""
+    """`stored weights`, `checkpoint`, or a description of the replay."""
     adapter: bool
     """Whether the export is a LoRA adapter in peft's format instead of a whole model."""
     dtype: str
@@ -258,6 +261,11 @@ def _write_weights(
     ledger: Ledger, config: RunConfig, trained: Commit, folder: Path, adapter: bool, emit: Callable[[Event], None]
 ) -> str:
     """Write model or adapter into an empty folder; return where the weights came from."""
+    synced = None if adapter else ledger.find(trained.iteration, Step.SYNC)
+    if synced is not None and config.training.dtype == config.rollout.dtype and has_weights(ledger, synced):
+        emit(Message(f"Reading the stored weights of iteration {synced.iteration}"))
+        _from_stored(ledger, config, synced, folder)
+        return "stored weights"
     saved = ledger.find(trained.iteration, Step.CHECKPOINT)
     if saved is not None and saved.state_digest == trained.state_digest and not is_retired(ledger, saved):
         emit(Message(f"Reading the checkpoint of iteration {saved.iteration}"))
@@ -278,6 +286,34 @@ def _write_weights(
         raise CannotExport(f"the training engine runs on another machine, which does not share {folder.parent}")
     _retain_one(folder, adapter)
     return f"{origin}, and the train steps after it"
+
+
+def export_stored(ledger: Ledger, synced: Commit, target: Path, emit: Callable[[Event], None]) -> None:
+    """Write the weights that a sync step stored, and their tokenizer, as a model folder in the run's `rollout.dtype`.
+
+    Raises:
+        BadModel: the run's initial model is missing, or another model is in its place.
+        Damaged: the stored weights are not what was committed.
+    """
+    owner = ledger.owner(synced.iteration)
+    config = from_manifest(owner.manifest.config)
+    require_model_trusted(config, owner)
+    _require_base(owner, Path(config.model.path))
+    emit(Message(f"Reading the stored weights of iteration {synced.iteration}"))
+    with _renamed_to(target) as folder:
+        _from_stored(ledger, config, synced, folder)
+        copy_tokenizer(Path(config.model.path), folder)
+
+
+def _from_stored(ledger: Ledger, config: RunConfig, synced: Commit, folder: Path) -> None:
+    write_model_folder(
+        Path(config.model.path),
+        read_weights(ledger, synced).items(),
+        folder,
+        dtype=getattr(torch, config.rollout.dtype),
+        write=True,
+        with_images=config.training.engine == "torch",
+    )
 
 
 def _from_checkpoint(ledger: Ledger, config: RunConfig, saved: Commit, folder: Path, adapter: bool) -> None:

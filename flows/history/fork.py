@@ -42,7 +42,7 @@ def fork(
     Retired, BeingDeleted, BadModel, BadData and BadPlugin.
     """
     parent.manifest.require_own("weights and no configuration to fork from")
-    config = with_length(require_trusted(inherit(parent.manifest.config, overrides, note), parent.store, recipe))
+    config = with_length(require_trusted(inherit(parent.terms.config, overrides, note), parent.store, recipe))
     layout.check_name(name, "run")
     _check_shared_iterations(parent, iteration)
     _check_remaining_iterations(parent, iteration, config)

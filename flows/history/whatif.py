@@ -234,8 +234,10 @@ class _ImportedRun(RecordedRun):
     one, and all tokens are sampled from the first weight version with log-prob 0."""
 
     def read(self, commit: Commit, columns: Sequence[str] | None = None) -> pa.Table:
-        table = super().read(commit, columns)
-        return _with_stand_ins(table) if commit.step is Step.ROLLOUT and columns is None else table
+        if commit.step is not Step.ROLLOUT:
+            return super().read(commit, columns)
+        table = _with_stand_ins(super().read(commit))
+        return table if columns is None else table.select([name for name in table.column_names if name in columns])
 
     def notes(self, committed: Commit, rollouts: Sequence[Commit], rewards: Sequence[Commit]) -> tuple[str, ...]:
         """Return sentences on what is missing. Raises CannotCompare where a sample has no reward."""

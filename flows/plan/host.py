@@ -44,11 +44,6 @@ def host_rows(subject: Subject, rank: RankMemory) -> Iterator[Row]:
                 rounding += ranks * row.bytes * (_rounding_of_tensors(subject.model, training) - 1)
     if rounding:
         yield Row(what="pinned memory, rounded up to powers of two", bytes=rounding)
-    if training.megatron.get("use_distributed_optimizer") and not training.lora.r:
-        # Every rank has master weights and moments of all that it trains; see
-        # cairn.engines.training.megatron.parameter_state.
-        trained = rank_parameters(subject.model, training, rank.stage).trained
-        yield Row(what="a checkpoint while it is written", bytes=12 * ranks * trained)
 
 
 def _rounded(size: float) -> float:

@@ -37,8 +37,10 @@ from cairn.flows.reading.costs import devices
 # Seconds of an iteration's steps, from the rates of machines.
 
 
-def step_times(subject: Subject, at_once: int | None, sync: Transfer | None, checkpoint: Transfer) -> list[StepTime]:
-    """Return the seconds of each step with a notable duration.
+def step_times(
+    subject: Subject, at_once: int | None, sync: Transfer | None, checkpoint: Transfer, machines: int
+) -> list[StepTime]:
+    """Return the seconds of each step with a notable duration. A checkpoint takes as long as the copy to the host.
 
     Args:
         at_once: number of samples that all rollout engines generate concurrently; None where they generate none.
@@ -50,7 +52,8 @@ def step_times(subject: Subject, at_once: int | None, sync: Transfer | None, che
         if seconds:
             times.append(StepTime(step=step, seconds=seconds))
     interval = subject.config.checkpoint.save_interval or subject.config.rollout.num_rollout or 1
-    times.append(StepTime(step="checkpoint", seconds=checkpoint.seconds / interval))
+    host = machines * subject.hardware_of(subject.trains_on_gpu).host_gb_s * 1e9
+    times.append(StepTime(step="checkpoint", seconds=checkpoint.bytes / host / interval))
     if sync is not None:
         times.append(StepTime(step="sync", seconds=sync.seconds))
     return times
@@ -75,7 +78,7 @@ def sync_of(subject: Subject) -> Transfer:
 
 def checkpoint_of(subject: Subject, machines: int) -> Transfer:
     """Return the transfer of a checkpoint: float32 weights and two moments of trained parameters, and the weights of
-    the others. Megatron's ranks write from every machine, torch's first rank alone."""
+    the others. Every rank writes its own part."""
     config, hardware = subject.config, subject.hardware_of(subject.trains_on_gpu)
     training, model = config.training, subject.model
     if training.lora.r:
@@ -87,9 +90,8 @@ def checkpoint_of(subject: Subject, machines: int) -> Transfer:
         size += 12.0 * model.parameters
     if config.algorithm.ref_update_interval is not None:
         size += bytes_of(training.dtype) * model.parameters
-    writers = machines if training.engine == "megatron" else 1
-    how = f"from {writers} machine{'s' * (writers > 1)}"
-    return Transfer(bytes=size, seconds=size / (writers * hardware.disk_gb_s * 1e9), how=how)
+    how = f"from {machines} machine{'s' * (machines > 1)}, while the next iterations run"
+    return Transfer(bytes=size, seconds=size / (machines * hardware.disk_gb_s * 1e9), how=how)
 
 
 def _rollout(subject: Subject, at_once: int) -> float:
@@ -160,15 +162,15 @@ def plan_of(subject: Subject) -> Plan:
     rank = heaviest_rank(subject)
     generates = config.needs_rollout_engines and not config.rollout.external_urls
     engine = engine_memory(subject, _taken(subject, rank)) if generates else None
-    memory = list(_memories(subject, rank, engine))
+    machines = machines_of(config)
+    checkpoint = checkpoint_of(subject, machines)
+    memory = list(_memories(subject, rank, engine, checkpoint.bytes / machines))
     cache = cache_plan(subject, engine) if engine is not None and config.samples_responses else None
     if cache is not None and cache.samples_longest < config.rollout.num_engines:
         problems.append(
             f"the cache of a rollout engine cannot hold a sample of {subject.lengths.longest:,} tokens: raise "
             "rollout.num_gpus_per_engine or rollout.sglang.mem_fraction_static"
         )
-    machines = machines_of(config)
-    checkpoint = checkpoint_of(subject, machines)
     sync = sync_of(subject) if config.needs_rollout_engines else None
     reserved = devices(config)
     return Plan(
@@ -188,7 +190,7 @@ def plan_of(subject: Subject) -> Plan:
         cache=cache,
         sync=sync,
         checkpoint=checkpoint,
-        steps=tuple(step_times(subject, cache.at_once if cache else None, sync, checkpoint)),
+        steps=tuple(step_times(subject, cache.at_once if cache else None, sync, checkpoint, machines)),
         iterations=config.rollout.num_rollout or None,
         tokens=config.samples_per_rollout * subject.lengths.mean,
         overlapped=config.rollout.weights_lag > 0,
@@ -243,7 +245,8 @@ def _taken(subject: Subject, rank: RankMemory) -> float:
     return process if fleet.offloads_train else process + sum(row.bytes for row in rank.state)
 
 
-def _memories(subject: Subject, rank: RankMemory, engine: EngineMemory | None) -> Iterator[Memory]:
+def _memories(subject: Subject, rank: RankMemory, engine: EngineMemory | None, copied: float) -> Iterator[Memory]:
+    """`copied`: bytes of a checkpoint that a machine writes."""
     config, training = subject.config, subject.config.training
     gpu = subject.gpu_hardware.memory
     shared = config.fleet.colocate and subject.trains_on_gpu and subject.rolls_out_on_gpu and engine is not None
@@ -261,6 +264,7 @@ def _memories(subject: Subject, rank: RankMemory, engine: EngineMemory | None) -
     else:
         on_host += [Row(what=f"training: {row.what}", bytes=row.bytes * training.world_size) for row in rank.rows]
         on_host.append(Row(what="processes of the ranks", bytes=process.bytes * training.world_size))
+    on_host.append(Row(what="a copy of the state while it is written", bytes=copied))
     if engine is not None:
         count = config.rollout.num_engines
         if subject.rolls_out_on_gpu:

@@ -17,7 +17,7 @@ from statistics import fmean
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.costs import ON_TRAINING, engine_of
-from cairn.flows.reading.metrics import covered_seconds, read_iterations
+from cairn.flows.reading.metrics import busy_until, covered_seconds, read_iterations
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.records import Record
@@ -200,8 +200,8 @@ def _balance(window: "_Window", own: Sequence[Commit], config: RunConfig, first:
 
 
 def _end(commits: Iterable[Commit], iteration: int, steps: Collection[Step]) -> float:
-    """Return when the last of these steps of an iteration was committed."""
-    return max(commit.committed_at for commit in commits if commit.iteration == iteration and commit.step in steps)
+    """Return when the last of these steps of an iteration ended."""
+    return max(busy_until(commit) for commit in commits if commit.iteration == iteration and commit.step in steps)
 
 
 class _Window:
@@ -238,7 +238,7 @@ class _Window:
         return [min(self.seconds, self._covered([*shared, *commits]) + streamed) for commits in own]
 
     def _covered(self, commits: Iterable[Commit]) -> float:
-        return covered_seconds(self._cut((commit.started_at, commit.committed_at) for commit in commits))
+        return covered_seconds(self._cut((commit.started_at, busy_until(commit)) for commit in commits))
 
     def _cut(self, intervals: Iterable[Interval]) -> list[Interval]:
         cut = ((max(start, self._start), min(end, self._end)) for start, end in intervals)

@@ -416,11 +416,16 @@ METRICS: tuple[Metric, ...] = (
         "timings",
         "Waiting time before new tries of steps and samples, summed over shards.",
     ),
-    Metric("perf/step_time", "s", "timings", "The iteration, from the start of its first step to its last commit."),
+    Metric("perf/step_time", "s", "timings", "The iteration, from the start of its first step to the end of its last."),
     Metric("perf/rollout_time", "s", "timings", "From the first rollout's start to the last filter's commit."),
     Metric("perf/log_probs_time", "s", "timings", "`score`."),
     Metric("perf/actor_train_time", "s", "timings", "`train`."),
-    Metric("perf/save_model_time", "s", "timings", "`checkpoint`."),
+    Metric(
+        "perf/save_model_time",
+        "s",
+        "timings",
+        "`checkpoint`, until the state is copied: it is written while the run goes on.",
+    ),
     Metric(
         "perf/update_stall_time",
         "s",
@@ -595,7 +600,13 @@ def step_seconds(commits: Iterable[Commit]) -> dict[Step, float]:
 
 def busy_seconds(commits: Iterable[Commit]) -> float:
     """Return the seconds covered by at least one of the commits."""
-    return covered_seconds((commit.started_at, commit.committed_at) for commit in commits)
+    return covered_seconds((commit.started_at, busy_until(commit)) for commit in commits)
+
+
+def busy_until(commit: Commit) -> float:
+    """Return when a step let the next one begin: when it was committed, or for a checkpoint when the state was copied.
+    A checkpoint is written while others work."""
+    return commit.started_at + commit.timings["copy"] if "copy" in commit.timings else commit.committed_at
 
 
 def covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
@@ -678,5 +689,5 @@ def _span(commits: Sequence[Commit]) -> float:
     spans = 0.0
     for epoch in {commit.epoch for commit in commits}:
         own = [commit for commit in commits if commit.epoch == epoch]
-        spans += max(commit.committed_at for commit in own) - min(commit.started_at for commit in own)
+        spans += max(map(busy_until, own)) - min(commit.started_at for commit in own)
     return spans

@@ -1,9 +1,11 @@
 """Commits: small JSON markers. A step's snapshot exists when its commit exists.
 
 ```
-runs/<run>/iterations/000042/rollout.00-000.json                       the commit of shard 00-000
-runs/<run>/iterations/000042/rollout/00-000.000003-5f0c…/samples.parquet   its file, written before it
+runs/<run>/iterations/000042/train.json                          the commit of a step
+runs/<run>/iterations/000042/train/000003-5f0c…/steps.parquet    its file, written before it
 ```
+
+Shards of rollout and reward share files of commits (`cairn.storage.ledger.shards`).
 
 A reader interprets the files like this:
 
@@ -33,7 +35,7 @@ from enum import StrEnum
 from graphlib import TopologicalSorter
 from typing import Any, Self
 
-from pydantic import Field, JsonValue, ValidationInfo, field_validator
+from pydantic import Field, JsonValue, PrivateAttr, ValidationInfo, field_validator
 
 from cairn.storage.ledger import layout
 from cairn.storage.records import Environment, Record
@@ -54,18 +56,19 @@ class Marker(Record):
     @property
     def digest(self) -> str:
         """Digest of the canonical JSON of all fields."""
-        return canonical.digest(self._fields())
+        return canonical.digest(self.as_fields())
 
     def to_bytes(self) -> bytes:
         """Return the content of the marker's file."""
-        return canonical.seal(self._fields())
+        return canonical.seal(self.as_fields())
 
     @classmethod
     def unsealed(cls, data: bytes) -> Self:
         """Parse a file. Raises ValueError, saying what is wrong, unless `to_bytes` wrote these bytes."""
         return cls.model_validate(unsealed_fields(data))
 
-    def _fields(self) -> dict[str, Any]:
+    def as_fields(self) -> dict[str, Any]:
+        """Return the fields as they are written and digested."""
         # The digest leaves out fields that were not set when the marker was written: older versions had fewer fields.
         return {"schema_version": self.schema_version, **self.model_dump(mode="json", exclude_unset=True)}
 
@@ -130,8 +133,8 @@ class OutputFile(Record):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     """SHA-256 of the file's bytes."""
     content: str | None = None
-    """SHA-256 of a table without its measured columns (`cairn.storage.ledger.schemas.ALL_MEASURED`); None if the table
-    has no such column."""
+    """SHA-256 of a table's content without its measured columns (`cairn.storage.ledger.schemas.ALL_MEASURED`), as the
+    version of the code that wrote the table encodes it; None if the table has no such column."""
 
     @field_validator("path")
     @classmethod
@@ -170,6 +173,8 @@ class Commit(Marker):
     started_at: float
     committed_at: float
     environment: Environment
+    _record: str | None = PrivateAttr(None)
+    """Store path of the record that holds the commit; None for a file of its own."""
 
     @field_validator("run", "attempt", "shard")
     @classmethod
@@ -180,6 +185,17 @@ class Commit(Marker):
     def name(self) -> str:
         """Name by which other commits refer to this one: `000042/rollout.00-000`."""
         return layout.commit_name(self.iteration, self.step, self.shard)
+
+    @property
+    def path(self) -> str:
+        """Store path of the file that holds the commit."""
+        return self._record or layout.commit(self.run, self.iteration, self.step, self.shard)
+
+    def within(self, record: str) -> Self:
+        """Return the commit as part of the record at a store path."""
+        placed = self.model_copy()
+        placed._record = record
+        return placed
 
     @property
     def tables(self) -> tuple[OutputFile, ...]:

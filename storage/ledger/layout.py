@@ -7,6 +7,7 @@ runs/<run>/leases/<epoch>.json                              the owner of the run
 runs/<run>/leases/<epoch>.renewed.json                      heartbeat, rewritten every few seconds by a living owner
 runs/<run>/leases/<epoch>.end.json                          how the owner ended
 runs/<run>/iterations/<iteration>/<step>[.<shard>].json     a commit
+runs/<run>/iterations/<iteration>/shards.<number>.json      commits of shards, see `cairn.storage.ledger.shards`
 runs/<run>/iterations/<iteration>/<step>/<attempt>/…        files that one attempt at a step wrote
 runs/<run>/stream/<attempt>/…                               samples of a driver that no step has taken yet
 runs/<run>/stream/admissions/<number>.json                  claim of an admission, see `cairn.storage.logs.admissions`
@@ -37,6 +38,7 @@ NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _NAME = re.compile(NAME_PATTERN)
 _NUMBER = re.compile(r"\d{6}")
 _MARKER = re.compile(r"([a-z]+)(?:\.([A-Za-z0-9][A-Za-z0-9._-]*))?\.json")
+_RECORD = re.compile(r"shards\.(\d{6})\.json")
 _ATTEMPT = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9._-]*\.)?\d{6}-[0-9a-f]+")
 _FILE = re.compile(r"iterations/(\d{6})/([a-z]+)/((?:[A-Za-z0-9._-]+\.)?\d{6}-[0-9a-f]+)/.+")
 _EVALUATED = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
@@ -68,11 +70,13 @@ class Kind(StrEnum):
     """Files of the checkpoint."""
     SNAPSHOTS = "snapshots"
     """Files of all other steps."""
+    WEIGHTS = "weights"
+    """Stored weights of the sync step."""
 
     @classmethod
     def of(cls, step: str) -> "Kind":
         """Return the kind with which a step's files retire."""
-        return cls.CHECKPOINT if step == cls.CHECKPOINT else cls.SNAPSHOTS
+        return {"checkpoint": cls.CHECKPOINT, "sync": cls.WEIGHTS}.get(step, cls.SNAPSHOTS)
 
 
 def is_name(name: str, longest: int = LONGEST_NAME) -> bool:
@@ -253,6 +257,11 @@ def parse_run(name: str) -> str | None:
     return run if name.endswith("/") and is_name(run) else None
 
 
+def run_of(path: str) -> str:
+    """Return the run in whose folder a store path is."""
+    return path.split("/")[1]
+
+
 def parse_iteration(name: str) -> int | None:
     """Return the number of the iteration that an entry of `iterations` is, or None for another name."""
     number = name.removesuffix("/")
@@ -316,6 +325,17 @@ def attempt_folder(path: str) -> str:
 def commit(name: str, iteration: int, step: str, shard: str | None = None) -> str:
     """Return the path of a step's commit."""
     return f"{iterations(name)}/{commit_name(iteration, step, shard)}.json"
+
+
+def record(name: str, iteration: int, number: int) -> str:
+    """Return the path of one record of the commits of an iteration's shards, counted from 0."""
+    return f"{iterations(name)}/{digits(iteration)}/shards.{digits(number, 'record')}.json"
+
+
+def parse_record(name: str) -> int | None:
+    """Return the number of the record that an entry of an iteration is, or None for another name."""
+    match = _RECORD.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def attempts(name: str, number: int, step: str) -> str:

@@ -16,9 +16,15 @@ runs/<run>/leases/000003.end.json       its outcome, when it releases the run
 | elsewhere, and none of its files changes for its time to live | creates the next epoch |
 | any, with takeover | creates the next epoch |
 
-If several drivers create one epoch, exactly one wins. Right before each try at a commit a driver checks that its own
-epoch still exists and that there is no newer one; otherwise it stops. So a driver that was suspended and taken over
-commits nothing when it resumes, except through a request that was already sent.
+If several drivers create one epoch, exactly one wins. Right before each try at a file of commits a driver checks that
+its own epoch still exists and that there is no newer one; otherwise it stops. So a driver that was suspended and taken
+over commits nothing when it resumes, except through a request that was already sent. Such a request is harmless: the
+file is created exclusively, so it is either a valid commit that the new driver finds, or it loses.
+
+A check holds for one try and not for a time. For a time it would need a clock that runs while the process does not. The
+monotonic clock stands still while the machine sleeps, and all clocks of a virtual machine do while that is paused: it
+would resume with an old check that looks fresh. Checks are few all the same, because shards share files of commits
+(`cairn.storage.ledger.shards`).
 
 No decision depends on the wall clock. A local process is identified by the kernel tick, counted since the boot, at
 which it started. A watcher times the changes of a remote holder by its own monotonic clock. The times in a lease are

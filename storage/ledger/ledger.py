@@ -9,8 +9,9 @@ from the parent's folder.
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +23,8 @@ from cairn.storage.ledger.commits import Commit, OutputFile, Step
 from cairn.storage.ledger.decisions import Decisions
 from cairn.storage.ledger.leases import Lease
 from cairn.storage.ledger.manifest import Imported, Manifest, Parent, create_manifest, read_manifest
-from cairn.storage.ledger.snapshots import Attempt
+from cairn.storage.ledger.shards import SHARED, RecentRecords
+from cairn.storage.ledger.snapshots import Attempt, discard_superseded
 from cairn.storage.ledger.terms import Rules, RunTerms, Terms, Upgrade, input_differences, plain
 from cairn.storage.records import Environment, code_version
 from cairn.storage.store.errors import Damaged, LeaseLost, RunDiffers, StoreError
@@ -90,6 +92,7 @@ class Ledger:
         """Runs through whose `parent` this ledger was opened; the last one is a fork of this run."""
         self.lease: Lease | None = None
         """Lease on the run, set by `acquire`. Commits need it."""
+        self._records = RecentRecords(store)
 
     @classmethod
     def create(
@@ -101,6 +104,7 @@ class Ledger:
         parent: Parent | None = None,
         rules: Mapping[str, Rules] | None = None,
         imported: Imported | None = None,
+        changing: Collection[str] = (),
     ) -> "Ledger":
         """Create a run, or open it if it exists with the same configuration and inputs (see `open`).
 
@@ -122,7 +126,7 @@ class Ledger:
                 created = cls(store, manifest)
                 created._terms.begin()
                 return created
-        return cls.open(store, run, config, inputs, rules)
+        return cls.open(store, run, config, inputs, rules, changing)
 
     @classmethod
     def open(
@@ -132,6 +136,7 @@ class Ledger:
         config: BaseModel | Mapping[str, Any] | None = None,
         inputs: Mapping[str, str] | None = None,
         rules: Mapping[str, Rules] | None = None,
+        changing: Collection[str] = (),
     ) -> "Ledger":
         """Open a run.
 
@@ -146,11 +151,13 @@ class Ledger:
             config: configuration to compare with the recorded one.
             inputs: digests of the inputs to compare with the recorded ones.
             rules: what the steps read.
+            changing: options of `config` that may differ from the recorded ones, and replace them from the next commit
+                on.
         """
         ledger = cls(store, read_manifest(store, run))
         if config is not None:
             ledger.manifest.require_own("weights and no configuration to continue with")
-            ledger._terms.declare(config, inputs, rules)
+            ledger._terms.declare(config, inputs, rules, changing)
         elif inputs is not None and (differing := input_differences(ledger.terms.inputs, inputs)):
             raise RunDiffers(run, differing)
         return ledger
@@ -204,6 +211,13 @@ class Ledger:
         rollout: Any = self.manifest.config.get("rollout", {})
         return lag_of(rollout.get("pipeline", "sync"), rollout.get("lag"), rollout.get("max_age"))
 
+    @property
+    def stores_weights(self) -> bool:
+        """Whether sync steps store the weights that they publish. Runs that a version without this option created do
+        not."""
+        checkpoint: Any = self.manifest.config.get("checkpoint", {})
+        return checkpoint.get("store_weights", False) is not False
+
     def owner(self, iteration: int) -> "Ledger":
         """Return the ledger that holds an iteration: this one or a parent's."""
         return self if self.parent is None or iteration >= self.first_iteration else self.parent.owner(iteration)
@@ -211,6 +225,7 @@ class Ledger:
     def acquire(self, takeover: bool = False) -> Lease:
         """Own the run, so that this process may commit. Raises LeaseHeld."""
         self.lease = Lease.acquire(self.store, self.run, takeover)
+        self._records = RecentRecords(self.store)
         return self.lease
 
     def require_lease(self) -> None:
@@ -223,24 +238,45 @@ class Ledger:
             self.lease.check()
 
     def find(self, iteration: int, step: Step, shard: str | None = None) -> Commit | None:
-        """Return a step's commit, or None. Makes one request, or two for the restore point of a fork.
+        """Return a step's commit, or None. Makes one request, or two for the restore point of a fork; for a shard, one
+        more for each record that was not read before.
 
-        Raises Damaged if the bytes are not those that were committed.
+        The owner of the run reads the records of an iteration once: nobody else makes any, and a record that a driver
+        made before it was taken over is found when this one creates the record of that number. Raises Damaged if the
+        bytes are not those that were committed.
         """
         for run in self._runs_with_commits_of(iteration):
-            commit = self._read(layout.commit(run, iteration, step, shard))
+            commit = self._find(run, iteration, step, shard)
             if commit is not None or step is not Step.CHECKPOINT:
                 return commit
         return None
 
+    def _find(self, run: str, iteration: int, step: Step, shard: str | None) -> Commit | None:
+        if step in SHARED:
+            owned = self.lease is not None and run == self.run
+            records = self._records.of(run, iteration)
+            commit = records.find(step, shard, owned=owned)
+            if commit is not None or records.is_fresh(owned=owned):
+                return commit
+        return self._read(layout.commit(run, iteration, step, shard))
+
     def commits(self, iteration: int) -> list[Commit]:
         """Return all commits of an iteration, sorted by step (in the order of the DAG) and shard.
 
-        Makes one request for the list and one for each commit. A listing may lag behind. So commits from which the
-        train step or a listed commit was made are included even if they are not listed.
+        Makes one request for the list and one for each file of commits. A listing may lag behind. So commits from which
+        the train step or a listed commit was made are included even if they are not listed.
         """
+        listed: dict[str, list[int]] = {}
+        paths = []
+        for path in self.markers(iteration):
+            number = layout.parse_record(path.rpartition("/")[2])
+            if number is None:
+                paths.append(path)
+            else:
+                listed.setdefault(layout.run_of(path), []).append(number)
         with ThreadPoolExecutor(REQUESTS) as readers:
-            read = [commit for commit in readers.map(self._read, self.markers(iteration)) if commit is not None]
+            read = [commit for commit in readers.map(self._read, paths) if commit is not None]
+        read += [one for run, numbers in listed.items() for one in self._records.of(run, iteration).all(numbers)]
         commits = {commit.name: commit for commit in read}
         unlisted = [layout.commit_name(iteration, Step.TRAIN)]
         unlisted += [made_from for commit in read for made_from in commit.inputs]
@@ -258,7 +294,7 @@ class Ledger:
         return sorted(commits.values(), key=lambda commit: (order.index(commit.step), commit.shard or ""))
 
     def markers(self, iteration: int) -> list[str]:
-        """Return the store paths of an iteration's commits, sorted by the spelling of step and shard."""
+        """Return the store paths of an iteration's files of commits, sorted by their names."""
         folders = [layout.iteration(run, iteration) for run in self._runs_with_commits_of(iteration)]
         folder_of = {name: folder for folder in reversed(folders) for name in self.store.list(folder)}
         return [f"{folder_of[name]}/{name}" for name in sorted(folder_of) if is_marker(name)]
@@ -290,6 +326,11 @@ class Ledger:
         name = layout.attempt_name(shard, self._own_lease().epoch, uuid.uuid4().hex[:12])
         return Attempt(self.store, self.run, iteration, step, shard, name)
 
+    def running(self, iteration: int) -> AbstractContextManager[None]:
+        """Count a shard of an iteration as running: commits with `shared` may wait for its own, which shares their
+        record."""
+        return self._records.of(self.run, iteration).recorder.running()
+
     def commit(
         self,
         *,
@@ -308,11 +349,13 @@ class Ledger:
         values: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
         timings: Mapping[str, float] | None = None,
+        shared: bool = False,
     ) -> Commit:
         """Commit a snapshot: create its marker exclusively. `Commit` describes the fields.
 
         Returns the commit that the ledger now has. If another driver was first, that is its commit, with another
-        `attempt`.
+        `attempt`. With `shared` the commit, of a shard, is in a record together with others that are ready
+        (`cairn.storage.ledger.shards`).
 
         Raises LeaseLost, without creating the commit, if this driver no longer owns the run; it checks before each try.
         """
@@ -338,13 +381,16 @@ class Ledger:
             committed_at=time.time(),
             environment=environment,
         )
-        path = layout.commit(self.run, iteration, step, shard)
-        if not self.store.create(path, commit.to_bytes(), lease.check):
-            first = self._read(path)
+        if shared:
+            return self._records.of(self.run, iteration).recorder.commit(commit, attempt, lease.check)
+        if step in SHARED:
+            self._records.of(self.run, iteration).has_others = True
+        if not self.store.create(commit.path, commit.to_bytes(), lease.check):
+            first = self._read(commit.path)
             if first is None:
-                raise StoreError(f"{path} could not be created, but it does not exist either")
+                raise StoreError(f"{commit.path} could not be created, but it does not exist either")
             commit = first
-        attempt.discard_superseded()
+        discard_superseded([attempt])
         return commit
 
     def folder_of(self, commit: Commit) -> str:
@@ -375,6 +421,6 @@ class Ledger:
 
 
 def is_marker(name: str) -> bool:
-    """Return whether an entry of an iteration's folder is a commit."""
+    """Return whether an entry of an iteration's folder is a file of commits."""
     place = layout.parse_commit(name)
-    return place is not None and place[0] in _STEPS
+    return (place is not None and place[0] in _STEPS) or layout.parse_record(name) is not None

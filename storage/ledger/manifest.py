@@ -66,11 +66,11 @@ class Manifest(Terms):
     @property
     def identity(self) -> str:
         """Digest that differs from that of every other run, including a deleted run of the same name."""
-        return canonical.digest(self._fields())
+        return canonical.digest(self.as_fields())
 
     def to_bytes(self) -> bytes:
         """Return the content of the manifest's file."""
-        return canonical.seal(self._fields())
+        return canonical.seal(self.as_fields())
 
     def require_own(self, needed: str) -> None:
         """Raise WasImported where the run was imported: its traces lack what is `needed`."""
@@ -80,7 +80,7 @@ class Manifest(Terms):
                 f"{needed}; `cairn report`, `show`, `sql`, `rescore` and `whatif` work on it"
             )
 
-    def _fields(self) -> dict[str, Any]:
+    def as_fields(self) -> dict[str, Any]:
         absent = {"imported"} if self.imported is None else set()
         return self.model_dump(mode="json", exclude=absent)
 

@@ -6,7 +6,6 @@ from enum import StrEnum
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.decisions import redacted_files
 from cairn.storage.ledger.ledger import Ledger
@@ -53,9 +52,8 @@ class Finding(Record):
 
 
 def commit_finding(commit: Commit, fault: Fault, message: str) -> Finding:
-    """Return a finding about a commit's marker."""
-    path = layout.commit(commit.run, commit.iteration, commit.step, commit.shard)
-    return Finding(fault=fault, path=path, message=message)
+    """Return a finding about a commit. Its path is that of the file that holds the commit."""
+    return Finding(fault=fault, path=commit.path, message=message)
 
 
 REDACTED_ERROR = "redacted"

@@ -5,7 +5,6 @@ import hashlib
 import io
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -24,9 +23,6 @@ from cairn.storage.store.store import Store, StoredFile, check_path
 # Encoding of tables as Parquet: compact, and equal tables have equal bytes.
 
 
-_NOISY = ("log_probs", "ref_log_probs", "teacher_log_probs", "teacher_top_log_probs", "values")
-"""Float columns whose mantissas are noise. They compress only if bytes of equal significance are stored together, which
-groups the sign and exponent bytes."""
 _PARQUET_END, _IPC_END = 8, 10
 """Bytes after the footer, which holds the schema: the footer's length and the name of the format."""
 _EXTENSION = b"ARROW:extension"
@@ -41,41 +37,73 @@ The characters at both ends are left out because they also hold bits of neighbou
 _MIN_READ_BYTES = 2**20
 """Least number of bytes of a request for a part of a file."""
 _PAGE_BYTES = 8 * 2**20
-"""Bytes of a page, which is the window in which zstd finds text and tokens that samples share."""
+"""Bytes of a page. zstd finds no repetition across pages."""
+_BATCH = 2**16
+"""Number of values that the writer takes at once."""
+_LEVELS = {"prompt_text": 3}
+"""Levels of zstd by column, other than Arrow's 1. At level 1 zstd finds no repetition that is more than 512 KB back, as
+between the samples of a group with a long prompt; at level 3, 2 MB."""
 
 
 def to_parquet(table: pa.Table) -> bytes:
     """Return a table as one Parquet file.
 
     Uses zstd without dictionaries: constant token columns (masks, versions, advantages) cost almost nothing, and token
-    ids and text cost less than with a dictionary. 2,048 samples of 512 tokens take 5–6 bytes a token in total, 3.3 of
-    them for float32 log-probs.
+    ids and text cost less than with a dictionary. Lists of 32-bit numbers store bytes of equal significance together:
+    high bytes of ids, and signs and exponents of log-probs, repeat; mantissas are noise. 2,048 samples of 512 tokens
+    take 5–6 bytes a token in total, 3.3 of them for float32 log-probs.
     """
-    sink = io.BytesIO()
-    noisy = [name for name in _NOISY if name in table.column_names]
+    sink = pa.BufferOutputStream()
     pq.write_table(
         table.combine_chunks().replace_schema_metadata(None),
         sink,
         compression="zstd",
-        compression_level=3,
+        compression_level=_LEVELS,
         use_dictionary=False,
-        column_encoding={_leaf_path(table.schema.field(name)): "BYTE_STREAM_SPLIT" for name in noisy},
+        column_encoding={path: "BYTE_STREAM_SPLIT" for field in table.schema if (path := _numbers_path(field))},
         data_page_size=_PAGE_BYTES,
+        write_batch_size=_BATCH,
         write_statistics=False,
     )
-    return sink.getvalue()
+    return sink.getvalue().to_pybytes()
 
 
-def _leaf_path(field: pa.Field) -> str:
-    """Return the Parquet path of the numbers of a list, or of a list of lists."""
-    depth = 2 if pa.types.is_nested(field.type.value_type) else 1
-    return field.name + depth * ".list.element"
+def _numbers_path(field: pa.Field) -> str | None:
+    """Return the Parquet path of the numbers of a list, or of a list of lists; None unless they have 32 bits."""
+    path, of = field.name, field.type
+    while pa.types.is_list(of) or pa.types.is_large_list(of):
+        path, of = f"{path}.list.element", of.value_type
+    return path if path != field.name and of in (pa.int32(), pa.float32()) else None
 
 
-def content_digest(table: pa.Table) -> str | None:
-    """Return the hexadecimal SHA-256 of a table without its measured columns; None if it has no such column."""
-    measured = [name for name in table.column_names if name in ALL_MEASURED]
-    return hashlib.sha256(to_parquet(table.drop_columns(measured))).hexdigest() if measured else None
+def table_digests(data: bytes) -> tuple[str, str | None]:
+    """Return two hexadecimal SHA-256 of a file of `to_parquet`: of its bytes; and of its content without measured
+    columns, None if it has no such column.
+
+    The content consists of the encoded bytes, names and types of the columns. Equal tables have equal digests if one
+    version of the code encoded them.
+    """
+    file = pq.ParquetFile(pa.BufferReader(data))
+    names = [(one.name, str(one.type), one.nullable) for one in file.schema_arrow if one.name not in ALL_MEASURED]
+    groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+    chunks = [group.column(place) for group in groups for place in range(group.num_columns)]
+    ends = [one.data_page_offset + one.total_compressed_size for one in chunks]  # no page of a dictionary is before it
+    view, at, whole, content = memoryview(data), 0, hashlib.sha256(), None
+    for chunk, end in zip(chunks, ends, strict=True):
+        if chunk.path_in_schema in ALL_MEASURED:
+            before = view[at : chunk.data_page_offset]
+            whole.update(before)
+            if content is None:
+                content = whole.copy()  # equal so far: these bytes are digested once
+            else:
+                content.update(before)
+            whole.update(view[chunk.data_page_offset : end])
+            at = end
+    whole.update(view[at:])
+    if content is not None:
+        content.update(view[at : max(ends)])
+        content.update(f"{file.metadata.num_rows} {names}".encode())
+    return whole.hexdigest(), None if content is None else content.hexdigest()
 
 
 def from_parquet(data: bytes, columns: Collection[str] | None = None) -> pa.Table:
@@ -192,13 +220,10 @@ class AttemptFolder:
         return f"{self.folder}/{check_path(name)}"
 
     def write_table(self, name: str, table: pa.Table) -> OutputFile:
-        """Write a table as Parquet. In parallel, digest its content, which requires encoding it a second time."""
-        with ThreadPoolExecutor(1, thread_name_prefix="digest") as background:
-            digesting = background.submit(content_digest, table)
-            data = to_parquet(table)
-            self.store.write(self.path(name), data)
-            sha256 = hashlib.sha256(data).hexdigest()
-            content = digesting.result()
+        """Write a table as Parquet."""
+        data = to_parquet(table)
+        self.store.write(self.path(name), data)
+        sha256, content = table_digests(data)
         return OutputFile(
             path=self._within_root(name), bytes=len(data), rows=table.num_rows, sha256=sha256, content=content
         )
@@ -206,22 +231,10 @@ class AttemptFolder:
     def adopt(self, file: StoredFile) -> OutputFile:
         """Describe a file that another writer, such as an engine, wrote into the folder.
 
-        Does not read the file: a checkpoint may be too large for one process. Raises FileNotFoundError if it is
-        missing.
+        Makes no request: the store confirmed the file to its writer. A checkpoint may have thousands.
         """
         name = file.path.removeprefix(f"{self.folder}/")
-        if not self.store.exists(self.path(name)):
-            raise FileNotFoundError(f"{self.path(name)} is not in the store, although its writer reported it")
         return OutputFile(path=self._within_root(name), bytes=file.bytes, sha256=file.sha256)
-
-    def discard_superseded(self) -> None:
-        """Delete the write-ahead parts that a commit made useless, in the background.
-
-        Store errors are ignored: a collector removes what is left.
-        """
-        paths, self.superseded = self.superseded, []
-        if paths:
-            threading.Thread(target=_delete_all, args=(self.store, paths), name="discard-parts", daemon=True).start()
 
     def discard(self) -> None:
         """Delete the files of an attempt that will not be committed; they may fill the disk.
@@ -262,10 +275,23 @@ class Attempt(AttemptFolder):
         self.step = step
 
 
-def _delete_all(store: Store, paths: list[str]) -> None:
+def discard_superseded(attempts: Iterable[AttemptFolder]) -> None:
+    """Delete the write-ahead parts that the commits of attempts in one store made useless, in the background.
+
+    Store errors are ignored: a collector removes what is left.
+    """
+    folders = [one for one in attempts if one.superseded]
+    paths = [path for one in folders for path in one.superseded]
+    for one in folders:
+        one.superseded = []
+    if paths:
+        deletion = folders[0].store.delete_many
+        threading.Thread(target=_quietly, args=(deletion, paths), name="discard-parts", daemon=True).start()
+
+
+def _quietly(delete: Callable[[Sequence[str]], None], paths: Sequence[str]) -> None:
     with suppress(StoreError):
-        for path in paths:
-            store.delete(path)
+        delete(paths)
 
 
 def read_bytes(store: Store, run: str, output: OutputFile) -> bytes:

@@ -2,18 +2,19 @@
 
 ```
 runs/<run>/run.json                  the terms of the version of the code that created the run
-runs/<run>/upgrades/000001.json      the terms of the first later version that committed anything; then 000002.json, …
+runs/<run>/upgrades/000001.json      the terms of the first later version, or of the first other layout of ranks and
+                                     engines, that committed anything; then 000002.json, …
 ```
 A commit names the number of its terms (0: those of the manifest) and is always checked against these. So older commits
 stay valid when a later version lets a step read more or adds an option. The configuration in terms is the one with
 which the run was created, in the options of the version that wrote it. An option that did not exist then has its
-default.
+default. Only options of the layout may get other values on the way (`cairn.configs.engines.LAYOUT`).
 """
 
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Self
 
 from pydantic import BaseModel, Field, JsonValue
@@ -72,7 +73,7 @@ class Terms(Record):
 
 
 class Upgrade(Terms):
-    """Terms of a version of the code that continued a run of another version."""
+    """Terms of a version of the code that continued a run of another version, or in another layout."""
 
     number: int
     epoch: int
@@ -167,10 +168,15 @@ class RunTerms:
         config: BaseModel | Mapping[str, Any],
         inputs: Mapping[str, str] | None,
         rules: Mapping[str, Rules] | None,
+        changing: Collection[str] = (),
     ) -> None:
-        """Declare the terms under which this process commits. None means the recorded value. Raises RunDiffers."""
+        """Declare the terms under which this process commits. None means the recorded value. Raises RunDiffers.
+
+        `changing`: options that may differ from the recorded ones. The next commit records their new values.
+        """
         recorded = self.now
-        differing = differences(upgrade_config(recorded.config, config), plain(config))
+        found = differences(upgrade_config(recorded.config, config), plain(config))
+        differing = [difference for difference in found if difference[0] not in changing]
         if inputs is not None:
             differing += input_differences(recorded.inputs, inputs)
         if differing:

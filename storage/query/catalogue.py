@@ -20,6 +20,7 @@ from cairn.storage.ledger.commits import Step, require_readable
 from cairn.storage.ledger.decisions import Decisions, redacted_files
 from cairn.storage.ledger.ledger import Ledger, is_marker, iterations_with_files
 from cairn.storage.ledger.manifest import Manifest, list_runs, read_manifest
+from cairn.storage.ledger.shards import SHARED, commits_of_record
 from cairn.storage.store.canonical import from_json
 from cairn.storage.store.errors import BeingDeleted, Damaged
 from cairn.storage.store.local import LocalStore
@@ -33,6 +34,7 @@ _NUMBERS = pa.map_(pa.string(), pa.float64())
 
 COMMITS = pa.schema(
     [
+        ("file", pa.string()),
         ("name", pa.string()),
         ("digest", pa.string()),
         ("iteration", pa.int64()),
@@ -66,50 +68,62 @@ COMMITS = pa.schema(
         ("results_bytes", pa.list_(pa.int64())),
     ]
 )
-"""Schema of the table of commits. `tables` are the store paths of the step's Parquet files without those stored next to
+"""Schema of the table of commits. `file` is the name of the file that holds the commit, such as `000042/train` or
+`000042/shards.000000`. `tables` are the store paths of the step's Parquet files without those stored next to
 its table, `table_bytes` their sizes in bytes. `calls` and `results` are the paths of a rollout's calls and of their
 long results, at most one each."""
 
 
-def row_of(data: bytes, path: str) -> dict[str, Any]:
-    """Return the row of a commit's marker. Raises Damaged, naming the path.
+def rows_of(data: bytes, path: str) -> list[dict[str, Any]]:
+    """Return the rows of the commits in a file. Raises Damaged, naming the path.
 
-    Checks the format and the place of the marker, but not its digest; `cairn verify` does that.
+    Checks the format and the place of the commits, but not the file's digest; `cairn verify` does that.
     """
+    folder, _, name = path.rpartition("/")
+    shared = layout.parse_record(name) is not None
     try:
         fields = from_json(data)
         require_readable(fields)
-        run, iteration, step, shard = fields["run"], fields["iteration"], fields["step"], fields.get("shard")
-        if layout.commit(run, iteration, step, shard) != path:
-            raise ValueError(f"it belongs to {run} {iteration} {step}")
-        outputs, environment = fields.get("outputs", []), fields["environment"]
-        tables = [
-            output
-            for output in outputs
-            if output["path"].endswith(".parquet") and output["path"].rpartition("/")[2] not in layout.SIDE_FILES
-        ]
-        return {
-            **{name: fields.get(name) for name in _PLAIN},
-            "name": layout.commit_name(iteration, step, shard),
-            "terms": fields.get("terms", 0),
-            "inputs": _items(fields.get("inputs", {})),
-            "values": json.dumps(fields.get("values", {}), ensure_ascii=False),
-            "metrics": _numbers(fields.get("metrics", {})),
-            "timings": _numbers(fields.get("timings", {})),
-            "device": environment["device"],
-            "threads": environment["threads"],
-            "host": environment.get("host"),
-            "versions": _items(environment.get("versions", {})),
-            "files": len(outputs),
-            "bytes": sum(output["bytes"] for output in outputs),
-            "rows": sum(output.get("rows") or 0 for output in tables),
-            "tables": [_table_path(run, output["path"]) for output in tables],
-            "table_bytes": [output["bytes"] for output in tables],
-            **_side_columns(run, "calls", layout.CALLS_FILE, outputs),
-            **_side_columns(run, "results", layout.RESULTS_FILE, outputs),
-        }
+        rows = []
+        for one in commits_of_record(fields) if shared else [fields]:
+            run, iteration, step, shard = one["run"], one["iteration"], one["step"], one.get("shard")
+            own = layout.commit(run, iteration, step, shard)
+            if (own.rpartition("/")[0] != folder) if shared else (own != path):
+                raise ValueError(f"it belongs to {run} {iteration} {step}")
+            file = f"{layout.digits(iteration)}/{name.removesuffix('.json')}"
+            rows.append({"file": file, "name": layout.commit_name(iteration, step, shard), **_row_of(one)})
+        return rows
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Damaged(f"commit {path} cannot be read: {error}") from None
+
+
+def _row_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a commit's own fields."""
+    run, outputs, environment = fields["run"], fields.get("outputs", []), fields["environment"]
+    tables = [
+        output
+        for output in outputs
+        if output["path"].endswith(".parquet") and output["path"].rpartition("/")[2] not in layout.SIDE_FILES
+    ]
+    return {
+        **{name: fields.get(name) for name in _PLAIN},
+        "terms": fields.get("terms", 0),
+        "inputs": _items(fields.get("inputs", {})),
+        "values": json.dumps(fields.get("values", {}), ensure_ascii=False),
+        "metrics": _numbers(fields.get("metrics", {})),
+        "timings": _numbers(fields.get("timings", {})),
+        "device": environment["device"],
+        "threads": environment["threads"],
+        "host": environment.get("host"),
+        "versions": _items(environment.get("versions", {})),
+        "files": len(outputs),
+        "bytes": sum(output["bytes"] for output in outputs),
+        "rows": sum(output.get("rows") or 0 for output in tables),
+        "tables": [_table_path(run, output["path"]) for output in tables],
+        "table_bytes": [output["bytes"] for output in tables],
+        **_side_columns(run, "calls", layout.CALLS_FILE, outputs),
+        **_side_columns(run, "results", layout.RESULTS_FILE, outputs),
+    }
 
 
 _PLAIN = (
@@ -396,19 +410,20 @@ class Catalogue:
     def _read_commits(self, owner: str, steps: frozenset[str]) -> pa.Table:
         listed = self._names(owner, steps)
         known = self._index(owner)
-        missing = sorted(listed.difference(known.column("name").to_pylist()))
+        missing = sorted(listed.difference(known.column("file").to_pylist()))
         read = self._read(owner, missing)
         if read.num_rows:
             known = self._indexes[owner] = pa.concat_tables([known, read])
             write_index(self.store.url, self._ledgers[owner].manifest, known)
-        own = known.filter(pc.is_in(known.column("name"), pa.array(sorted(listed), pa.string())))
-        return own.sort_by([("name", "ascending")])
+        here = pc.is_in(known.column("file"), pa.array(sorted(listed), pa.string()))
+        wanted = pc.is_in(known.column("step"), pa.array(sorted(steps), pa.string()))
+        return known.filter(pc.and_(here, wanted)).sort_by([("name", "ascending")])
 
     def _index(self, owner: str) -> pa.Table:
         """Return the cached commits of a run that the store still has."""
         if owner not in self._indexes:
             known = read_index(self.store.url, self._ledgers[owner].manifest)
-            known = known.filter(pc.is_in(known.column("name"), pa.array(sorted(self._names(owner)), pa.string())))
+            known = known.filter(pc.is_in(known.column("file"), pa.array(sorted(self._names(owner)), pa.string())))
             if known.num_rows and not self._same_history(owner, known):
                 known = known.slice(0, 0)
             self._indexes[owner] = known
@@ -421,17 +436,17 @@ class Catalogue:
         the run continued from there.
         """
         newest = known.filter(pc.equal(known.column("iteration"), pc.max(known.column("iteration"))))
-        read = self._read(owner, newest.column("name").to_pylist())
+        read = self._read(owner, sorted(set(newest.column("file").to_pylist())))
         return sorted(read.column("digest").to_pylist()) == sorted(newest.column("digest").to_pylist())
 
     def _read(self, owner: str, names: Sequence[str]) -> pa.Table:
-        """Return the rows of markers by name. Notes and skips markers that cannot be read."""
+        """Return the rows of files by name. Notes and skips files that cannot be read."""
         paths = [f"{layout.iterations(owner)}/{name}.json" for name in names]
         rows = []
         for path, data in zip(paths, self.store.read_many(paths), strict=True):
             try:
                 if data is not None:  # else the run is being deleted
-                    rows.append(row_of(data, path))
+                    rows += rows_of(data, path)
             except Damaged as error:
                 self.notes.append(f"{error}; it is left out, see `cairn verify {owner}`")
         return table_of(rows)
@@ -459,12 +474,12 @@ class Catalogue:
         return names
 
     def _names(self, owner: str, steps: frozenset[str] = frozenset(Step)) -> set[str]:
-        """Return the names of the commits of some steps that the store lists."""
+        """Return the names of the files with commits of some steps that the store lists."""
         return {
             f"{layout.digits(iteration)}/{name.removesuffix('.json')}"
             for iteration, names in self._listed(owner).items()
             for name in names
-            if name.partition(".")[0] in steps
+            if name.partition(".")[0] in steps or (layout.parse_record(name) is not None and steps & SHARED)
         }
 
     def _redacted_sizes(self, owner: str) -> dict[str, int]:

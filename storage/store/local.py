@@ -268,6 +268,10 @@ class LocalStore:
         with _named_errors("delete", target), suppress(FileNotFoundError, NotADirectoryError):
             target.unlink()
 
+    def delete_many(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            self.delete(path)
+
     def unfinished(self, folder: str) -> list[Unfinished]:
         found = []
         for parent, _, names in os.walk(self._path(folder)):

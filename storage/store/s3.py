@@ -10,6 +10,7 @@ creation, after calling its guard. All retries are counted, except the second co
 one breaks without a response.
 """
 
+import base64
 import builtins
 import hashlib
 import itertools
@@ -20,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -116,6 +118,8 @@ _CHUNK = 16 * 2**20
 _PARTS_AT_A_TIME = 4
 _MOST_PARTS = 5_000
 """Greatest number of parts of an upload; S3 allows 10,000."""
+_MOST_DELETED = 1_000
+"""Greatest number of objects that one request deletes."""
 _LARGEST_MARKER = 5 * 2**20
 """Greatest number of bytes of a created file. It must fit into one PUT, because stores ignore the condition on
 multipart uploads."""
@@ -136,6 +140,12 @@ def _send_a_creation_once(request: Any, **_: Any) -> None:
     attempt = re.search(r"attempt=(\d+)", str(request.headers.get("amz-sdk-request", "")))
     if "If-None-Match" in request.headers and attempt is not None and int(attempt[1]) > 1:
         raise _RetryRefused("only the creator may retry a creation")
+
+
+def _add_md5(params: dict[str, Any], **_: Any) -> None:
+    """Add the digest that S3's older versions, and many compatible stores, require where botocore adds another one."""
+    digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
+    params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
 
 
 class _Retries:
@@ -254,6 +264,17 @@ class S3Store:
     def delete(self, path: str) -> None:
         self._request(path, self._s3.call_s3, "delete_object", Bucket=self._bucket, Key=self._key(path))
 
+    def delete_many(self, paths: Sequence[str]) -> None:
+        for first in range(0, len(paths), _MOST_DELETED):
+            some = paths[first : first + _MOST_DELETED]
+            self._retrying(partial(self._delete_once, some))
+
+    def _delete_once(self, paths: Sequence[str]) -> None:
+        objects = {"Objects": [{"Key": self._key(path)} for path in paths], "Quiet": True}
+        response = self._call(paths[0], self._s3.call_s3, "delete_objects", Bucket=self._bucket, Delete=objects)
+        for failed in response.get("Errors", []):
+            raise StoreError(f"store {self.url} did not delete {failed.get('Key')}: {failed.get('Code')}")
+
     def unfinished(self, folder: str) -> list[Unfinished]:
         found: list[Unfinished] = []
         where = {"Bucket": self._bucket, "Prefix": self._key(folder) + "/"}
@@ -334,6 +355,7 @@ class S3Store:
         for event in ("after-call.s3", "after-call-error.s3"):
             connection.s3.meta.events.register(event, self._retries.add_requests)
         connection.s3.meta.events.register("before-send.s3.PutObject", _send_a_creation_once)
+        connection.s3.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
         return connection
 
     def _key(self, path: str) -> str:

@@ -4,7 +4,7 @@ promise."""
 import hashlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,6 +94,9 @@ class _SigningMixin(_AnyStore):
         super().delete(path)
         if (signature := part_signature(path)) is not None:
             super().delete(signature)
+
+    def delete_many(self, paths: Sequence[str]) -> None:
+        super().delete_many([*paths, *(signature for path in paths if (signature := part_signature(path)) is not None)])
 
     def create(self, path: str, data: bytes, guard: Callable[[], None] = lambda: None) -> bool:
         if not path.startswith(_SIGNED):

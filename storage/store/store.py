@@ -142,6 +142,9 @@ class Store(Protocol):
     def delete(self, path: str) -> None:
         """Delete a file if it exists."""
 
+    def delete_many(self, paths: Sequence[str]) -> None:
+        """Delete files as far as they exist. Makes one request for every thousand on an object store."""
+
     def unfinished(self, folder: str) -> list[Unfinished]:
         """Return the remains of writes at any depth below a folder that were interrupted or are still running."""
 

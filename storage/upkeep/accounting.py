@@ -62,9 +62,10 @@ class GroupCounts(Record):
 def records_groups(commit: str) -> bool:
     """Return whether the tables of a commit record which groups exist, or what becomes of them.
 
-    `commit` is the name of the commit.
+    `commit` is the name of the commit, or of a record of commits.
     """
-    return commit.partition("/")[2].partition(".")[0] in (Step.ROLLOUT, Step.FILTER)
+    name = commit.partition("/")[2]
+    return name.partition(".")[0] in (Step.ROLLOUT, Step.FILTER) or layout.parse_record(f"{name}.json") is not None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Comparison of what two commits of the same step produced.
 
 It compares weight versions, state digest, values, and the content of every file. It ignores time, place, attempt and
-duration. It also ignores what only one commit records because a later version of the code made it: a further value, or
-a column that the table got later.
+duration, and in what form a sync step stored its weights. It also ignores what only one commit records because a later
+version of the code made it: a further value, or a column that the table got later.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from cairn.storage.ledger.commits import Commit, OutputFile
+from cairn.storage.ledger.commits import Commit, OutputFile, Step
+from cairn.storage.ledger.publications import VALUE
 from cairn.storage.ledger.schemas import ALL_MEASURED, SCHEMAS
-from cairn.storage.ledger.snapshots import read_recorded_table
+from cairn.storage.ledger.snapshots import read_recorded_table, to_parquet
 from cairn.storage.store.errors import Retired
 from cairn.storage.store.store import Store
 
@@ -37,11 +38,12 @@ def compare(first: Commit, first_store: Store, second: Commit, second_store: Sto
         for field in _COMPARED
         if getattr(first, field) != getattr(second, field)
     ]
-    first_values, second_values = (
-        {name: commit.values[name] for name in first.values.keys() & second.values.keys()} for commit in (first, second)
-    )
+    common = (first.values.keys() & second.values.keys()) - {VALUE}
+    first_values, second_values = ({name: commit.values[name] for name in common} for commit in (first, second))
     if first_values != second_values:
         differences.append(f"values is {first_values} and {second_values}")
+    if first.step is Step.SYNC:  # its files follow from the digest among its values, whole or as a difference
+        return Comparison(differences, retired)
     first_files, second_files = _files(first), _files(second)
     for name in sorted({*first_files, *second_files}):
         file, other = first_files.get(name), second_files.get(name)
@@ -87,7 +89,9 @@ def table_differences(first: pa.Table, second: pa.Table, schema: pa.Schema | Non
     columns = [name for name, rows in rows_by_column.items() if rows]
     rows = sorted(set().union(*rows_by_column.values()))
     if not rows:
-        return [] if later else ["other bytes for equal values"]
+        # Values that Python calls equal may differ in bits, as 0 and -0 do; encoders of two versions differ in bytes.
+        bits = [to_parquet(table.drop_columns([*ALL_MEASURED & {*table.column_names}])) for table in (first, second)]
+        return [] if bits[0] == bits[1] else ["other bits for equal values"]
     return [f"{', '.join(columns)} differ in {len(rows)} of {first.num_rows} rows, first in row {rows[0]}"]
 
 

@@ -2,6 +2,7 @@
 
 ```
 runs/<run>/retired/000042.checkpoint.json    the files of iteration 42's checkpoint are removed
+runs/<run>/retired/000042.weights.json       the weights that its sync step stored are removed
 runs/<run>/retired/000042.snapshots.json     the files of all its other steps are removed
 ```
 Commits stay, so the Merkle chain is complete. Markers are created, exclusively, before the first file is removed. What
@@ -25,6 +26,7 @@ files exist.
 | checkpoints and snapshots after it, and earlier ones from which their steps were made | recovery replays these steps |
 | snapshots of the last two iterations, and of groups that the newest selection kept or left open | steps read them |
 | snapshots of groups that earlier selections kept and that are not trained on yet | steps will read them |
+| the newest stored weights, those of open halves, and all that these and retained ones are differences to | readers |
 | everything up to the iteration at which another run was forked | the fork reads it here |
 | what recovers a pinned iteration: its checkpoint, or the one before and the snapshots since | a person wants it |
 
@@ -45,6 +47,7 @@ from cairn.storage.ledger.decisions import Decision, Pin, pinned
 from cairn.storage.ledger.layout import Kind
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import warn_skipped
+from cairn.storage.ledger.publications import chain, stored
 from cairn.storage.ledger.redacted import redacted_samples
 from cairn.storage.ledger.schemas import Disposition
 from cairn.storage.ledger.snapshots import read_table
@@ -53,6 +56,8 @@ from cairn.storage.store import canonical
 from cairn.storage.store.errors import BeingDeleted, Damaged, LinkOutsideStore, Redacted, Retired
 from cairn.storage.store.store import REQUESTS, Store
 
+_TOGETHER = 8
+"""Files that are deleted between two calls of a guard."""
 _WAITING = frozenset({Disposition.BUFFER, Disposition.CONTINUE})
 
 
@@ -103,15 +108,14 @@ def remove(store: Store, paths: Iterable[str], guard: Callable[[], None] = lambd
 
 
 def delete_all(store: Store, paths: Iterable[str], guard: Callable[[], None] = lambda: None) -> None:
-    """Delete files, eight in parallel.
+    """Delete files, eight at a time.
 
     `guard` is called before each eight; what it raises ends the deletion and propagates.
     """
     paths = list(paths)
-    with ThreadPoolExecutor(REQUESTS) as pool:
-        for first in range(0, len(paths), REQUESTS):
-            guard()
-            list(pool.map(store.delete, paths[first : first + REQUESTS]))
+    for first in range(0, len(paths), _TOGETHER):
+        guard()
+        store.delete_many(paths[first : first + _TOGETHER])
 
 
 def due(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -> Iterator[Retirement]:
@@ -119,7 +123,7 @@ def due(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -
 
     Goes backwards from the newest iteration to the last that is already retired, or with `everything` to the first.
     """
-    if config.save_retain_interval is None and config.retain_snapshots is None:
+    if config.retains_everything:
         return
     newest = ledger.last_iteration()
     saved = None if newest is None else newest_checkpoint(ledger, newest - 1 - ledger.lag if ledger.lag else newest)
@@ -131,8 +135,14 @@ def due(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -
     needed_by_pins = protected_by_pins(ledger)
     gone = retired(ledger) if everything else set()
     finished: set[Kind] = set()
-    for iteration, kind in candidates(config, newest=newest, checkpoint=checkpoint, needed=needed, first=first):
+    bases = _bases_of_newest(ledger, config, newest)
+    places = candidates(
+        config, newest=newest, checkpoint=checkpoint, needed=needed, first=first, sampled=newest - 1 - ledger.lag
+    )
+    for iteration, kind in places:
         if kind in finished or (iteration, kind) in gone or (iteration, kind) in needed_by_pins:
+            continue
+        if kind is Kind.WEIGHTS and (iteration in bases or not ledger.stores_weights):
             continue
         if not everything and ledger.store.exists(layout.retired(ledger.run, iteration, kind)):
             finished.add(kind)
@@ -150,7 +160,13 @@ def due(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -
 
 
 def candidates(
-    config: CheckpointConfig, *, newest: int, checkpoint: int, needed: Collection[int], first: int
+    config: CheckpointConfig,
+    *,
+    newest: int,
+    checkpoint: int,
+    needed: Collection[int],
+    first: int,
+    sampled: int | None = None,
 ) -> Iterator[tuple[int, Kind]]:
     """Yield what a run need not keep, from the newest to the oldest, whether it exists or not.
 
@@ -160,6 +176,7 @@ def candidates(
         checkpoint: iteration of the checkpoint from which recovery starts.
         needed: earlier iterations whose snapshots are still read.
         first: first iteration that may lose anything.
+        sampled: oldest iteration whose weights are still sampled from; by default the one before the newest.
     """
     interval = config.save_retain_interval
     if interval is not None:
@@ -170,6 +187,32 @@ def candidates(
         for iteration in range(min(checkpoint, newest - max(config.retain_snapshots, 2)), first - 1, -1):
             if iteration not in needed:
                 yield iteration, Kind.SNAPSHOTS
+    if config.retained_weights is not None:
+        oldest = min(newest - 1 if sampled is None else sampled, newest + 1 - config.retained_weights)
+        for iteration in range(oldest - 1, first - 1, -1):
+            yield iteration, Kind.WEIGHTS
+
+
+def _bases_of_newest(ledger: Ledger, config: CheckpointConfig, newest: int) -> set[int]:
+    """Return the iterations whose weights the newest ones are read from. Every version is a difference to the stored
+    one before it, so the oldest of those that stay needs all that the others need."""
+    if config.retained_weights is None or not ledger.stores_weights:
+        return set()
+    oldest = min(newest - 1 - ledger.lag, newest + 1 - config.retained_weights)
+    after = (i for i in range(max(0, oldest), newest + 1) if weights_needed(ledger, i))
+    before = (i for i in range(min(oldest - 1, newest), -1, -1) if weights_needed(ledger, i))
+    found = next(after, None)
+    found = next(before, None) if found is None else found
+    return set() if found is None else weights_needed(ledger, found)
+
+
+def weights_needed(ledger: Ledger, iteration: int) -> set[int]:
+    """Return the iterations whose stored weights are read for the weights of one, itself included; none where it has
+    stored none."""
+    synced = ledger.find(iteration, Step.SYNC) if ledger.owner(iteration).stores_weights else None
+    if synced is None or stored(synced) is None:
+        return set()
+    return {commit.iteration for commit in chain(ledger, synced)}
 
 
 def newest_checkpoint(ledger: Ledger, iteration: int, marked: Collection[str] = ()) -> Commit | None:
@@ -225,14 +268,24 @@ def protected_by_pins(ledger: Ledger, marked: Collection[str] = ()) -> set[tuple
 def recovery_needs(ledger: Ledger, iteration: int, marked: Collection[str] = ()) -> set[tuple[int, Kind]]:
     """Return what the recovery of an iteration's weights and samples needs.
 
-    This is the newest checkpoint at or below it, the snapshots since then, and those from which their steps were made.
+    This is the newest checkpoint at or below it, the snapshots since then, and those from which their steps were made;
+    and the stored weights, where they are not retired.
     """
     saved = newest_checkpoint(ledger, iteration, marked)
     since = -1 if saved is None else saved.iteration
     samples = {iteration, *range(since + 1, iteration + 1)}
     samples |= {i for one in samples for i in _input_iterations(ledger.commits(one))}
     needed = {(i, Kind.SNAPSHOTS) for i in samples}
+    weights = weights_needed(ledger, iteration)
+    if weights and _stays_stored(ledger, iteration, marked):
+        needed |= {(i, Kind.WEIGHTS) for i in weights}
     return needed if saved is None else needed | {(since, Kind.CHECKPOINT)}
+
+
+def _stays_stored(ledger: Ledger, iteration: int, marked: Collection[str]) -> bool:
+    """Return whether the stored weights of an iteration, if there are any, have their files."""
+    marker = layout.retired(ledger.owner(iteration).run, iteration, Kind.WEIGHTS)
+    return marker in marked or not ledger.store.exists(marker)
 
 
 def require_restorable(ledger: Ledger, iteration: int, lag: int = 0) -> None:
@@ -378,6 +431,8 @@ def unpin(ledger: Ledger, iteration: int, *, by: str | None = None, why: str | N
 
 def _require_there(ledger: Ledger, iteration: int) -> None:
     for i, kind in sorted(recovery_needs(ledger, iteration)):
+        if kind is Kind.WEIGHTS:  # recovery does not need them
+            continue
         if i >= ledger.first_iteration and ledger.store.exists(layout.retired(ledger.run, i, kind)):
             raise Retired(
                 f"iteration {iteration} of run {ledger.run!r} cannot be pinned: that needs the {kind} of iteration "

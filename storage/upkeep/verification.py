@@ -16,8 +16,10 @@ from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, OutputFile, Step, parse_commit_name
 from cairn.storage.ledger.decisions import Decision, RedactedFile, Redaction, read_decision, redacted_files
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.publications import base_of
 from cairn.storage.ledger.redacted import Fault, Finding
 from cairn.storage.ledger.schemas import TRAJECTORIES, TRAJECTORY_PROMPTS
+from cairn.storage.ledger.shards import read_commits
 from cairn.storage.ledger.snapshots import is_retired, read_table
 from cairn.storage.logs.admissions import Admitted, Claim, claimed_numbers, read_claim
 from cairn.storage.records import Record
@@ -157,11 +159,12 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
         markers = [(iteration, ledger.markers(iteration)) for iteration in reversed(ledger.iterations())]
         history = _read_all(store, reversed(markers), readers, digests)
         admitted = Admitted(claims)
-        for iteration, paths, commits in _ahead(ledger.lag, history):
+        for iteration, commits in _ahead(ledger.lag, history):
             tables: list[GroupTable] = []
-            for path, commit in zip(paths, commits, strict=True):
+            seen = set[str]()
+            for commit in commits:
                 if isinstance(commit, Finding):
-                    yield Verified(name=_name(path), files=1, bytes=0, findings=(commit,))
+                    yield Verified(name=_name(commit.path), files=1, bytes=0, findings=(commit,))
                     continue
                 files = [layout.in_run(commit.run, output.path) for output in commit.outputs]
                 own = commit.run, redactions[commit.run]
@@ -170,20 +173,23 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
                 admitted.take(commit)
                 _read_late_admissions(ledger, commit, digests, admitted)
                 tables += _group_tables(commit, checks, redactions[commit.run])
+                own_file = commit.path not in seen
+                seen.add(commit.path)
                 yield Verified(
                     name=commit.name,
-                    files=1 + len(present),
+                    files=own_file + len(present),
                     bytes=len(commit.to_bytes()) + sum(output.bytes for output in present),
                     retired=len(checks) - len(present),
                     redacted=checks.count(_REDACTED),
                     findings=(
                         *(check for check in checks if isinstance(check, Finding)),
                         *_verify_terms(ledger, commit),
-                        *_verify_inputs(commit, path, digests),
+                        *_verify_inputs(commit, digests),
+                        *_verify_base(ledger, commit),
                         *(() if any(checks) else mixed_histories(store, commit)),
                     ),
                 )
-            damaged = [_name(path) for path, commit in zip(paths, commits, strict=True) if isinstance(commit, Finding)]
+            damaged = [_name(commit.path) for commit in commits if isinstance(commit, Finding)]
             whole = not any(records_groups(name) for name in damaged)
             contradictions += accounting.take(iteration, tables, whole=whole)
         contradictions += admitted.findings()
@@ -205,12 +211,14 @@ def _read_late_admissions(ledger: Ledger, commit: Commit, digests: dict[str, str
 
 def _read_all(
     store: Store, markers: Iterable[tuple[int, list[str]]], readers: ThreadPoolExecutor, digests: dict[str, str]
-) -> Iterator[tuple[int, list[str], list[Commit | Finding]]]:
-    """Yield the commits of each iteration with their paths, and add the commits' digests to `digests` by name."""
+) -> Iterator[tuple[int, list[Commit | Finding]]]:
+    """Yield the commits of each iteration, with a finding for each file that cannot be read, and add the commits'
+    digests to `digests` by name."""
     for iteration, paths in markers:
-        commits = list(readers.map(lambda path: _read_commit(store, path), paths))
+        read = readers.map(lambda path: _read_commits(store, path), paths)
+        commits = list(itertools.chain.from_iterable(read))
         digests |= {commit.name: commit.digest for commit in commits if isinstance(commit, Commit)}
-        yield iteration, paths, commits
+        yield iteration, commits
 
 
 def _ahead(count: int, items: Iterator[Item]) -> Iterator[Item]:
@@ -296,11 +304,20 @@ def _verify_terms(ledger: Ledger, commit: Commit) -> Iterator[Finding]:
         yield Finding(fault=Fault.MISSING, path=path, message=str(error))
 
 
-def _read_commit(store: Store, path: str) -> Commit | Finding:
+def _verify_base(ledger: Ledger, commit: Commit) -> Iterator[Finding]:
+    """Yield a finding where stored weights are a difference to another commit than the ledger has."""
+    if commit.step is Step.SYNC:
+        try:
+            base_of(ledger, commit)
+        except Damaged as error:
+            yield Finding(fault=Fault.INPUT_DIFFERS, path=commit.path, message=str(error))
+
+
+def _read_commits(store: Store, path: str) -> Sequence[Commit | Finding]:
     try:
-        return Commit.from_bytes(store.read(path), path)
+        return read_commits(store.read(path), path)
     except Damaged as error:
-        return Finding(fault=Fault.UNREADABLE, path=path, message=str(error))
+        return [Finding(fault=Fault.UNREADABLE, path=path, message=str(error))]
 
 
 def _redactions(ledger: Ledger | None) -> dict[str, _Redactions]:
@@ -361,13 +378,13 @@ def _group_tables(commit: Commit, checks: Sequence[_FileCheck], redactions: _Red
             )
 
 
-def _verify_inputs(commit: Commit, path: str, digests: dict[str, str]) -> Iterator[Finding]:
+def _verify_inputs(commit: Commit, digests: dict[str, str]) -> Iterator[Finding]:
     for name, digest in commit.inputs.items():
         if not _COMMIT_NAME.match(name):
             continue
         made_from = f"{commit.name} was made from {name} with digest {digest}"
         if name not in digests:
-            yield Finding(fault=Fault.INPUT_MISSING, path=path, message=f"{made_from}, which cannot be read")
+            yield Finding(fault=Fault.INPUT_MISSING, path=commit.path, message=f"{made_from}, which cannot be read")
         elif digests[name] != digest:
             message = f"{made_from}, which now has digest {digests[name]}"
-            yield Finding(fault=Fault.INPUT_DIFFERS, path=path, message=message)
+            yield Finding(fault=Fault.INPUT_DIFFERS, path=commit.path, message=message)

@@ -311,6 +311,7 @@ def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> tuple[list[np.ndarr
         "algorithm.use_rollout_logprobs",
         "training.num_steps_per_rollout",  # the ages of tokens are counted in weight versions
     ),
+    beside=True,
 )
 def advantage(
     step: StepCall, selection: Commit, rollouts: list[Commit], rewards: list[Commit], scores: Commit | None

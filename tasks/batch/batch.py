@@ -1,20 +1,20 @@
-"""Conversion of committed snapshots to the batch that the training engine takes."""
+"""Rows and columns of committed snapshots, as the steps after the rollout read them."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from cairn.engines.training.needs import loss_needs
 from cairn.engines.types.images import Image
-from cairn.engines.types.types import SamplingSupport, TrainBatch
+from cairn.engines.types.types import SamplingSupport
 from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import IMAGES, RAW_REWARD, ROUTED, SEQUENCES, SUPPORT
-from cairn.tasks.batch.sequences import own_prompts, routed_experts, several_trajectories, split_trajectories
 from cairn.tasks.durable.recorded_run import RecordedRun
-from cairn.tasks.durable.selection import max_ages, removed_samples, stale_weights, trained_groups
+from cairn.tasks.durable.selection import GroupPlace, max_ages, removed_samples, stale_weights, trained_groups
 from cairn.tasks.durable.versions import token_ages
 
 
@@ -37,13 +37,53 @@ def rows_of_groups(
     """Yield one table per trained group, in the order of the batch, with its samples by index. An optional column is
     null where the shard lacks it."""
     wanted = ["group_id", "sample_index", *columns]
-    tables = {(shard.iteration, shard.shard): with_optional(run.read(shard), wanted) for shard in shards}
+    tables = {(shard.iteration, shard.shard): with_optional(run.read(shard, wanted), wanted) for shard in shards}
     starts: dict[tuple[int, str | None], dict[int, tuple[int, int]]] = {
-        place: _group_slices(table) for place, table in tables.items()
+        place: group_slices(table) for place, table in tables.items()
     }
     for iteration, shard, group_id in trained_groups(run, selection):
         start, length = starts[iteration, shard][group_id]
         yield tables[iteration, shard].slice(start, length)
+
+
+@dataclass(frozen=True)
+class Selected:
+    """Decisions of a filter step about the batch of an iteration."""
+
+    iteration: int
+    places: Sequence[GroupPlace]
+    """Groups to train on, in the order of the batch."""
+    max_ages: Mapping[int, int | None]
+    """Maximum age of trainable tokens by group id; None without a bound."""
+    removed: Mapping[int, frozenset[int]]
+    """Indices of the samples that the sample filter took out of the loss, by group id."""
+    stale: Mapping[int, Sequence[float]]
+    """Weights of tokens above the maximum age (`cairn.tasks.durable.selection.stale_weights`)."""
+
+    @classmethod
+    def of(cls, run: RecordedRun, selection: Commit) -> "Selected":
+        """Read the decisions of a filter step."""
+        return cls(
+            selection.iteration,
+            trained_groups(run, selection),
+            max_ages(run, selection),
+            removed_samples(run, selection),
+            stale_weights(run, selection),
+        )
+
+    def tokens(self, ledger: Ledger, samples: pa.Table) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return the loss mask and the age of every response token of some of the samples: see `trained_tokens`."""
+        lists = samples.column("weight_versions").combine_chunks()
+        flat = token_ages(ledger, self.iteration, lists.values.to_numpy(zero_copy_only=False))
+        ages = [flat[start:end] for start, end in itertools.pairwise(lists.offsets.to_numpy())]
+        masks = []
+        places = zip(samples.column("group_id").to_pylist(), samples.column("sample_index").to_pylist(), strict=True)
+        for (group_id, index), mask, age in zip(places, arrays(samples, "loss_mask"), ages, strict=True):
+            bound = self.max_ages[group_id]
+            if bound is not None and age.max(initial=0) > bound:  # few samples have such tokens
+                mask = mask * (age_weights(age, bound, self.stale.get(group_id, ())) > 0).astype(np.uint8)
+            masks.append(np.zeros_like(mask) if index in self.removed.get(group_id, ()) else mask)
+        return masks, ages
 
 
 def trained_tokens(run: RecordedRun, selection: Commit, samples: pa.Table) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -56,19 +96,7 @@ def trained_tokens(run: RecordedRun, selection: Commit, samples: pa.Table) -> tu
     Args:
         samples: `group_id`, `sample_index`, `loss_mask` and `weight_versions` of the samples in the order of the batch.
     """
-    iteration, lists = selection.iteration, samples.column("weight_versions").combine_chunks()
-    flat = token_ages(run.ledger, iteration, lists.values.to_numpy(zero_copy_only=False))
-    ages = [flat[start:end] for start, end in itertools.pairwise(lists.offsets.to_numpy())]
-    bounds, removed = max_ages(run, selection), removed_samples(run, selection)
-    stale = stale_weights(run, selection)
-    masks = []
-    places = zip(samples.column("group_id").to_pylist(), samples.column("sample_index").to_pylist(), strict=True)
-    for (group_id, index), mask, age in zip(places, arrays(samples, "loss_mask"), ages, strict=True):
-        bound = bounds[group_id]
-        if bound is not None and age.max(initial=0) > bound:  # few samples have such tokens
-            mask = mask * (age_weights(age, bound, stale.get(group_id, ())) > 0).astype(np.uint8)
-        masks.append(np.zeros_like(mask) if index in removed.get(group_id, ()) else mask)
-    return masks, ages
+    return Selected.of(run, selection).tokens(run.ledger, samples)
 
 
 def mean_of_trained(fields: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> float:
@@ -82,59 +110,6 @@ def age_weights(ages: np.ndarray, max_age: int, stale: Sequence[float]) -> np.nd
     age, then 0."""
     beyond = np.asarray([*stale, 0.0], np.float32)[np.clip(ages - max_age - 1, 0, len(stale))]
     return np.where(ages <= max_age, np.float32(1), beyond)
-
-
-def train_batch(
-    run: RecordedRun,
-    selection: Commit,
-    rollouts: Sequence[Commit],
-    advantages: Commit | None = None,
-    scores: Commit | None = None,
-) -> TrainBatch:
-    """Return the batch of an iteration: trained groups in order, with advantages and scores if passed. A sample with
-    several trajectories becomes as many sequences."""
-    columns = ["prompt_ids", "response_ids", "loss_mask", "log_probs", "weight_versions"]
-    columns += [field.name for field in (SUPPORT, *SEQUENCES, IMAGES)]
-    replays = run.config.algorithm.use_rollout_routing_replay
-    columns += [ROUTED.name] if replays else []
-    samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, columns)).combine_chunks()
-    prompts, responses = arrays(samples, "prompt_ids"), arrays(samples, "response_ids")
-    loss_mask, _ = trained_tokens(run, selection, samples)
-    divisor_mask = arrays(samples, "loss_mask")
-    rollout_log_probs = arrays(samples, "log_probs")
-    old_log_probs = rollout_log_probs if run.config.algorithm.use_rollout_logprobs else None
-    ref_log_probs = teacher_log_probs = top_log_probs = top_ids = values = None
-    if scores is not None:
-        scored = run.read(scores)
-        old_log_probs = optional_arrays(scored, "log_probs") or old_log_probs
-        ref_log_probs = optional_arrays(scored, "ref_log_probs")
-        teacher_log_probs = optional_arrays(scored, "teacher_log_probs")
-        top_log_probs, top_ids = (rows_of(scored, name) for name in ("teacher_top_log_probs", "teacher_top_ids"))
-        values = optional_arrays(scored, "values")
-    estimated = None if advantages is None else run.read(advantages)
-    batch = TrainBatch(
-        input_ids=[np.concatenate(pair) for pair in zip(prompts, responses, strict=True)],
-        response_lengths=[len(response) for response in responses],
-        loss_mask=loss_mask,
-        divisor_mask=None if all(map(np.array_equal, loss_mask, divisor_mask)) else divisor_mask,
-        advantages=None if estimated is None else arrays(estimated, "advantages"),
-        old_log_probs=old_log_probs,
-        rollout_log_probs=rollout_log_probs if run.config.samples_responses else None,
-        ref_log_probs=ref_log_probs,
-        teacher_log_probs=teacher_log_probs,
-        teacher_top_log_probs=top_log_probs,
-        teacher_top_ids=top_ids,
-        values=values,
-        returns=None
-        if estimated is None or "returns" not in loss_needs(run.config.algorithm)
-        else arrays(estimated, "returns"),
-        groups=samples.column("group_id").to_pylist(),
-        kept=sampling_supports(samples, responses),
-        routed_experts=routed_experts(samples) if replays else None,
-        images=_images(run, rollouts, samples),
-    )
-    trajectories = several_trajectories(samples)
-    return batch if trajectories is None else split_trajectories(batch, trajectories, own_prompts(samples))
 
 
 def support_column(supports: Sequence[SamplingSupport]) -> pa.Array:
@@ -192,15 +167,6 @@ def row_images(value: Sequence[Mapping[str, Any]] | None, data: Mapping[str, byt
     return tuple(Image(data[one["sha256"]], one["height"], one["width"]) for one in value or ())
 
 
-def _images(run: RecordedRun, rollouts: Sequence[Commit], samples: pa.Table) -> list[tuple[Image, ...]] | None:
-    """Return the images of each sample's prompt from the snapshots; None if no prompt has any."""
-    column = samples.column(IMAGES.name)
-    if column.null_count == len(column):
-        return None
-    data = {sha256: bytes for commit in rollouts for sha256, bytes in run.images(commit).items()}
-    return [row_images(own, data) for own in column.to_pylist()]
-
-
 def with_optional(table: pa.Table, columns: Sequence[str]) -> pa.Table:
     """Return some columns of a table. An optional column that the step did not write is null."""
     for field in (SUPPORT, *SEQUENCES, ROUTED, IMAGES, RAW_REWARD):
@@ -224,7 +190,7 @@ def optional_arrays(table: pa.Table, column: str) -> list[np.ndarray] | None:
     return arrays(table, column)
 
 
-def _group_slices(table: pa.Table) -> dict[int, tuple[int, int]]:
+def group_slices(table: pa.Table) -> dict[int, tuple[int, int]]:
     """Return group_id -> (first row, number of rows). Snapshots are sorted by group and sample."""
     ids = table.column("group_id").to_numpy()
     starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]])

@@ -7,16 +7,17 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from pydantic import JsonValue
 
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.types.keeping import WantedSample
 from cairn.engines.types.trajectories import SampleRequest
 from cairn.storage.ledger.commits import Commit, Step, parse_commit_name
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.ledger.schemas import Disposition, Status
+from cairn.storage.ledger.schemas import Disposition
 from cairn.storage.records import Environment
 from cairn.storage.store import canonical
 from cairn.storage.store.canonical import from_json
@@ -28,7 +29,7 @@ from cairn.tasks.data.prompts import PromptData, PromptRow
 from cairn.tasks.data.stream import Draw, GroupResult
 from cairn.tasks.durable.casualties import Casualties
 from cairn.tasks.durable.events import StepEvent
-from cairn.tasks.durable.recorded_run import RecordedRun
+from cairn.tasks.durable.recorded_run import TABLE_CACHE_BYTES, RecordedRun
 from cairn.tasks.durable.retries import RetryTally
 from cairn.tasks.durable.selection import last_selection
 from cairn.tasks.rewards.grader import Grading, share_of_right
@@ -96,30 +97,38 @@ def round_results(run: "RunContext", selection: Commit) -> tuple[GroupResult, ..
 # The lengths are in the driver's memory, from the rollouts that it made itself. Nothing is read for them.
 
 
+Wanted = TypeVar("Wanted", SampleRequest, WantedSample)
+
+
 class ResponseLengths:
     """Mean response length of each prompt in tokens, over its samples in the newest epoch. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._means: dict[int, tuple[int, float]] = {}
-        """Epoch and mean tokens, by the prompt's row in the data."""
+        self._epochs = np.empty(0, np.int32)
+        """Newest epoch of each row of the data; -1: none. Arrays, because there may be millions of rows."""
+        self._means = np.empty(0, np.float64)
+        """Mean tokens in that epoch."""
 
-    def add(self, samples: pa.Table) -> None:
-        """Add the lengths of rows of the rollout table. Failed samples do not count."""
-        tokens = pc.list_value_length(samples.column("response_ids"))
-        table = samples.select(["prompt_index", "epoch"]).append_column("tokens", tokens)
-        table = table.filter(pc.not_equal(samples.column("status"), str(Status.FAILED)))
-        means = table.group_by(["prompt_index", "epoch"]).aggregate([("tokens", "mean")])
+    def add(self, means: pa.Table) -> None:
+        """Add the lengths of the samples of a shard, as `mean_lengths` returns them."""
         with self._lock:
             for row in means.sort_by("epoch").to_pylist():
-                if row["epoch"] >= self._means.get(row["prompt_index"], (0, 0.0))[0]:
-                    self._means[row["prompt_index"]] = row["epoch"], row["tokens_mean"]
+                prompt = row["prompt_index"]
+                if prompt >= len(self._epochs):
+                    more = 2 * prompt + 1 - len(self._epochs)
+                    self._epochs = np.pad(self._epochs, (0, more), constant_values=-1)
+                    self._means = np.pad(self._means, (0, more))
+                if row["epoch"] >= self._epochs[prompt]:
+                    self._epochs[prompt], self._means[prompt] = row["epoch"], row["tokens_mean"]
 
-    def longest_first(self, samples: Iterable[SampleRequest], prompts: Mapping[int, int]) -> list[SampleRequest]:
+    def longest_first(self, samples: Iterable[Wanted], prompts: Mapping[int, int]) -> list[Wanted]:
         """Return the samples in the order in which they must begin; the samples of a prompt stay together. `prompts`
         maps the id of a group to its row in the data."""
         with self._lock:
-            known = {id: self._means[row][1] for id, row in prompts.items() if row in self._means}
+            rows = len(self._epochs)
+            seen = ((id, row) for id, row in prompts.items() if row < rows and self._epochs[row] >= 0)
+            known = {id: float(self._means[row]) for id, row in seen}
         return sorted(samples, key=lambda sample: -known.get(sample.group_id, float("inf")))
 
 
@@ -187,6 +196,7 @@ class RunContext(RecordedRun):
         environment: Environment,
         emit: Callable[[StepEvent], None],
         trusted: Callable[[RunConfig], RunConfig] = lambda recorded: recorded,
+        cache_bytes: int = TABLE_CACHE_BYTES,
     ) -> None:
         """Create the context.
 
@@ -196,8 +206,9 @@ class RunContext(RecordedRun):
             graders: maps the name of a benchmark to its grader, None to the grader of the training samples.
             trusted: returns a recorded configuration with code that may be imported, or raises ConfigError. By default
                 none may.
+            cache_bytes: see `RecordedRun`.
         """
-        super().__init__(config, ledger)
+        super().__init__(config, ledger, cache_bytes)
         self._whole_config, self._trusted = config, trusted
         self.tokenizer = tokenizer
         self.data = data

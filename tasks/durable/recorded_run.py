@@ -8,17 +8,18 @@ from typing import Generic, TypeVar
 import pyarrow as pa
 
 from cairn.configs.schema.run import RunConfig
+from cairn.storage.ledger.checked import CheckedTable
 from cairn.storage.ledger.commits import Commit, OutputFile, Step
 from cairn.storage.ledger.layout import CALLS_FILE, RESULTS_FILE
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import CALLS, IMAGE_BYTES, complete
-from cairn.storage.ledger.snapshots import read_recorded_table, read_table
+from cairn.storage.ledger.snapshots import read_recorded_table
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store
 
-TABLE_CACHE_BYTES = 2 << 30
+TABLE_CACHE_BYTES = 1 << 28
 """Maximum size, in bytes, of the snapshots that stay in memory after a write or read, since later steps of the
-iteration read them again."""
+iteration read them again. A snapshot of which only some columns were read stays as its file."""
 COMMIT_CACHE = 1 << 13
 """Maximum number of commits that stay in memory. An iteration with 256 shards has about 520, of some 8 KB each."""
 
@@ -54,15 +55,66 @@ class _Recent(Generic[K, V]):
                 self._total -= self._size(dropped)
 
 
-class RecordedRun:
+class Snapshots:
+    """Tables of commits, which are not read again while they are in use. Thread-safe."""
+
+    def __init__(self, store: Store, cache_bytes: int = TABLE_CACHE_BYTES) -> None:
+        self._store = store
+        self._tables: _Recent[str, pa.Table | CheckedTable] = _Recent(cache_bytes, lambda table: table.nbytes)
+        """Snapshots by their digests."""
+
+    def read(self, commit: Commit, columns: Sequence[str] | None = None) -> pa.Table:
+        """Return the Parquet snapshot of a commit that has exactly one, checked against its digest, or those of some
+        columns that it has."""
+        kept = self._tables.get(commit.table.sha256)
+        if kept is None:
+            kept = CheckedTable(self._store, commit.run, commit.table)
+            self._tables.add(commit.table.sha256, kept)
+        if columns is None:
+            if isinstance(kept, CheckedTable):
+                kept = kept.read()
+                self.remember(commit.table, kept)
+            return kept
+        if isinstance(kept, CheckedTable):
+            return kept.read(columns)
+        return kept.select([name for name in kept.column_names if name in columns])
+
+    def images(self, commit: Commit) -> dict[str, bytes]:
+        """Return the images of a rollout's prompts by their SHA-256, checked as in `read`."""
+        if commit.images is None:
+            return {}
+        table = self._read(commit.run, commit.images)
+        return dict(zip(*(table.column(name).to_pylist() for name in IMAGE_BYTES.names), strict=True))
+
+    def calls(self, commit: Commit) -> tuple[pa.Table, pa.Table | None] | None:
+        """Return the recorded calls of the code behind a step's samples, and its long results, checked as in `read`:
+        rows of CALLS and of LONG_RESULTS. None where nothing was recorded."""
+        calls, results = (commit.side_file(name) for name in (CALLS_FILE, RESULTS_FILE))
+        if calls is None:
+            return None
+        long = None if results is None else self._read(commit.run, results)
+        return complete(self._read(commit.run, calls), CALLS), long
+
+    def _read(self, run: str, output: OutputFile) -> pa.Table:
+        table = self._tables.get(output.sha256)
+        if table is None:
+            table = read_recorded_table(self._store, run, output)
+            self.remember(output, table)
+        return table
+
+    def remember(self, output: OutputFile, table: pa.Table) -> None:
+        """Cache a snapshot that was just written: the next steps read it."""
+        self._tables.add(output.sha256, table)
+
+
+class RecordedRun(Snapshots):
     """Commits and tables of a run, which are not read again while they are in use. Thread-safe."""
 
-    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+    def __init__(self, config: RunConfig, ledger: Ledger, cache_bytes: int = TABLE_CACHE_BYTES) -> None:
+        super().__init__(ledger.store, cache_bytes)
         self.config = config
         self.ledger = ledger
         self._commits: _Recent[tuple[int, Step, str | None], Commit] = _Recent(COMMIT_CACHE, lambda commit: 1)
-        self._tables: _Recent[str, pa.Table] = _Recent(TABLE_CACHE_BYTES, lambda table: table.nbytes)
-        """Snapshots by their digests."""
 
     def find(self, iteration: int, step: Step, shard: str | None = None) -> Commit | None:
         """Return the step's commit, or None. Commits never change, so one that was seen lately is not read again."""
@@ -81,35 +133,3 @@ class RecordedRun:
             name = f"{iteration:06d}/{step}" + (f".{shard}" if shard else "")
             raise Damaged(f"the commit {name} of run {self.ledger.run} is missing, but later steps were made from it")
         return commit
-
-    def read(self, commit: Commit, columns: Sequence[str] | None = None) -> pa.Table:
-        """Return the Parquet snapshot of a commit that has exactly one, checked against its digest."""
-        table = self._read(commit.run, commit.table, read_table)
-        return table if columns is None else table.select(list(columns))
-
-    def images(self, commit: Commit) -> dict[str, bytes]:
-        """Return the images of a rollout's prompts by their SHA-256, checked as in `read`."""
-        if commit.images is None:
-            return {}
-        table = self._read(commit.run, commit.images, read_recorded_table)
-        return dict(zip(*(table.column(name).to_pylist() for name in IMAGE_BYTES.names), strict=True))
-
-    def calls(self, commit: Commit) -> tuple[pa.Table, pa.Table | None] | None:
-        """Return the recorded calls of the code behind a step's samples, and its long results, checked as in `read`:
-        rows of CALLS and of LONG_RESULTS. None where nothing was recorded."""
-        calls, results = (commit.side_file(name) for name in (CALLS_FILE, RESULTS_FILE))
-        if calls is None:
-            return None
-        long = None if results is None else self._read(commit.run, results, read_recorded_table)
-        return complete(self._read(commit.run, calls, read_recorded_table), CALLS), long
-
-    def _read(self, run: str, output: OutputFile, read: Callable[[Store, str, OutputFile], pa.Table]) -> pa.Table:
-        table = self._tables.get(output.sha256)
-        if table is None:
-            table = read(self.ledger.store, run, output)
-            self.remember(output, table)
-        return table
-
-    def remember(self, output: OutputFile, table: pa.Table) -> None:
-        """Cache a snapshot that was just written: the next steps read it."""
-        self._tables.add(output.sha256, table)

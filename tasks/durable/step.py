@@ -7,15 +7,18 @@ A step is a pure function of commits. A call looks up the step's commit in the l
                                               (`cairn.storage.ledger.terms`)
     found, other inputs or configuration   -> StaleCommits; the run must not continue
     not found                              -> the body runs, writes files into a fresh attempt folder, and the commit
-                                              is created exclusively; a driver that loses this race adopts the
-                                              winner's
+                                              is created exclusively, that of a shard with others in one record
+                                              (`cairn.storage.ledger.shards`); a driver that loses this race adopts
+                                              the winner's
 
 So any driver may call a step any number of times, and the step happens once.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec
 
 import pyarrow as pa
@@ -28,11 +31,14 @@ from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import Reader, reads_under, view
 from cairn.storage.ledger.commits import Commit, OutputFile, Step
 from cairn.storage.ledger.layout import commit_name
+from cairn.storage.ledger.shards import SHARED
 from cairn.storage.ledger.snapshots import Attempt
 from cairn.storage.ledger.terms import Rules, Terms
 from cairn.storage.records import Environment
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import StaleCommits
+from cairn.tasks.data.drawing import MixedData
+from cairn.tasks.durable.beside import StepProcess
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message, StepCommitted, StepStarted
 
@@ -104,6 +110,79 @@ class StepCall:
         return commit_name(self.iteration, self.attempt.step, self.shard)
 
 
+BESIDE_BYTES = 2**20
+"""Bytes of the tables that a step reads from which on its body runs beside the driver."""
+
+
+@dataclass(frozen=True)
+class GraderTerms:
+    """What a step beside the driver knows of the grader, which grades in the driver."""
+
+    name: str
+    version: str
+    sees_whole_samples: bool
+    sees_tokens: bool
+    by_group: bool
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """Execution of a step's body beside the driver. Can be pickled."""
+
+    step: Step
+    config: RunConfig
+    store_url: str
+    run: str
+    created_at: float
+    """Time when the run was created, to which the chat template's clock is fixed."""
+    iteration: int
+    shard: str | None
+    attempt: str
+    input_digest: str
+    earlier_digests: frozenset[str]
+    environment: Environment
+    grader: GraderTerms
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, step: Step, call: StepCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "StepRequest":
+        """Return the request for a call of a step."""
+        run, grader = call.run, call.run.grader
+        return cls(
+            step,
+            run.config,
+            run.ledger.store.url,
+            run.ledger.run,
+            run.ledger.manifest.created_at,
+            call.iteration,
+            call.shard,
+            call.attempt.name,
+            call.input_digest,
+            call.earlier_digests,
+            run.environment,
+            GraderTerms(grader.name, grader.version, grader.sees_whole_samples, grader.sees_tokens, grader.by_group),
+            args,
+            kwargs,
+        )
+
+
+def goes_beside(run: RunContext) -> bool:
+    """Return whether a run's steps need nothing of its data, which is open in the driver alone."""
+    return not isinstance(run.data, MixedData) and not run.grader.sees_messages
+
+
+def _large(arguments: Sequence[Any]) -> bool:
+    lists = (argument if isinstance(argument, list | tuple) else [argument] for argument in arguments)
+    commits = (item for one in lists for item in one if isinstance(item, Commit))
+    return sum(table.bytes for commit in commits for table in commit.tables) >= BESIDE_BYTES
+
+
+def _answer(run: RunContext, question: Any) -> Any:
+    """Return the grades of samples, for a step beside the driver. `question`: arguments of `Grading.grade`."""
+    return run.grader.grade(*question)
+
+
 @dataclass(frozen=True)
 class DurableStep(Generic[Args]):
     """A step body with its name and the configuration fields that it reads. Any other field raises UndeclaredRead, in
@@ -121,6 +200,8 @@ class DurableStep(Generic[Args]):
     finds: tuple[Step, ...] = ()
     """Steps whose commits the body selects itself while it runs. The selection depends on timing, and the step's own
     commit records it."""
+    beside: bool = False
+    """Whether the body may run beside the driver: it reads tokens, and of the run it needs only a `StepRequest`."""
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -149,30 +230,33 @@ class DurableStep(Generic[Args]):
         attempt = run.ledger.attempt(iteration, self.name, shard)
         earlier = self._earlier_digests(run, arguments)
         call = StepCall(run, iteration, shard, attempt, input_digest(inputs, config_digest), earlier)
-        try:
-            with attempt.discarded_on_failure():
-                outcome = self.perform(call, *args, **kwargs)
-        except Exception:
-            run.retries.failed((iteration, self.name, shard), time.perf_counter() - began)
-            raise
-        tried, replayed = run.retries.take((iteration, self.name, shard)), run.replays.take()
-        commit = run.commit(
-            iteration=iteration,
-            step=self.name,
-            shard=shard,
-            attempt=attempt,
-            inputs=dict(sorted((inputs | {one.name: one.digest for one in outcome.selected}).items())),
-            config_digest=config_digest,
-            outputs=tuple(outcome.files),
-            weight_version_in=outcome.weight_version_in,
-            weight_version_out=outcome.weight_version_out,
-            state_digest=outcome.state_digest,
-            values=dict(outcome.values),
-            metrics={**outcome.metrics, **tried.metrics(), **replayed.metrics()},
-            timings={**outcome.timings, **tried.timings(), **replayed.timings()},
-            started_at=started_at,
-            environment=outcome.environment or run.environment,
-        )
+        shared = self.name in SHARED
+        with run.ledger.running(iteration) if shared else nullcontext():
+            try:
+                with attempt.discarded_on_failure():
+                    outcome = self.perform(call, *args, **kwargs)
+            except Exception:
+                run.retries.failed((iteration, self.name, shard), time.perf_counter() - began)
+                raise
+            tried, replayed = run.retries.take((iteration, self.name, shard)), run.replays.take()
+            commit = run.commit(
+                iteration=iteration,
+                step=self.name,
+                shard=shard,
+                attempt=attempt,
+                inputs=dict(sorted((inputs | {one.name: one.digest for one in outcome.selected}).items())),
+                config_digest=config_digest,
+                outputs=tuple(outcome.files),
+                weight_version_in=outcome.weight_version_in,
+                weight_version_out=outcome.weight_version_out,
+                state_digest=outcome.state_digest,
+                values=dict(outcome.values),
+                metrics={**outcome.metrics, **tried.metrics(), **replayed.metrics()},
+                timings={**outcome.timings, **tried.timings(), **replayed.timings()},
+                started_at=started_at,
+                environment=outcome.environment or run.environment,
+                shared=shared,
+            )
         before = run.find(iteration - 1, self.name, shard) if iteration else None
         if before is not None:
             report_environment_change(run, before, commit.environment)
@@ -181,7 +265,14 @@ class DurableStep(Generic[Args]):
         return commit
 
     def perform(self, call: StepCall, *args: Args.args, **kwargs: Args.kwargs) -> Outcome:
-        """Run the body and write its tables. Return the outcome with every file and the seconds for both."""
+        """Run the body and write its tables. Return the outcome with every file and the seconds for both.
+
+        A body that may run beside the driver does so where the run has a process for it and there is much to read.
+        """
+        process = call.run.attached(StepProcess)
+        if process is not None and self.beside and _large([*args, *kwargs.values()]) and goes_beside(call.run):
+            outcome: Outcome = process.call(StepRequest.of(self.name, call, args, kwargs), partial(_answer, call.run))
+            return outcome
         call = replace(call, run=call.run.seen_as(view(call.run.config, self._reader(call.run.config))))
         began = time.perf_counter()
         outcome = self.body(call, *args, **kwargs)
@@ -267,12 +358,13 @@ def durable(
     externals: tuple[str, ...] = (),
     engines: tuple[str, ...] = (),
     finds: tuple[Step, ...] = (),
+    beside: bool = False,
 ) -> Callable[[Callable[Concatenate[StepCall, Args], Outcome]], DurableStep[Args]]:
     """Turn a body into a durable step. Its Commit arguments become inputs; its other arguments must be JSON values.
     `DurableStep` explains the parameters."""
 
     def wrap(body: Callable[Concatenate[StepCall, Args], Outcome]) -> DurableStep[Args]:
-        return DurableStep(name, body, reads, externals, engines, finds)
+        return DurableStep(name, body, reads, externals, engines, finds, beside)
 
     return wrap
 

@@ -179,9 +179,8 @@ def _generate(step: StepCall, weights: Commit | None, questions: Questions) -> t
             if not requests:
                 return
             serve(step.run, engine, weights, beside=engines[: len(prompts)])
-            for samples in generate_samples(
-                step, engine, weights, requests, questions.sampling, rows=rows, calls=calls
-            ):
+            wanted = calls.with_logged_calls(requests)
+            for samples in generate_samples(step, engine, weights, wanted, questions.sampling, rows=rows, calls=calls):
                 calls.after(partial(generated.log.append, *samples))
 
         with ThreadPoolExecutor(len(engines)) as pool:

@@ -26,15 +26,15 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, overload
 
 from cairn.configs.plugins import BadPlugin
 from cairn.engines.agents.episodes.context import EpisodeOptions
 from cairn.engines.agents.episodes.user_code import SINGLE_TURN, GenerateFunction
 from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed
-from cairn.engines.types.trajectories import FIRST_CALL, GeneratedSample, Recorded, SampleRequest
+from cairn.engines.types.keeping import SampleEnd, WantedSample
+from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest
 from cairn.engines.types.types import FinishReason, SamplingParams
 from cairn.storage.ledger.commits import Commit
 from cairn.tasks.durable.casualties import Place
@@ -42,8 +42,14 @@ from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.plugin_sources import digest_of_all, source_digest
 from cairn.tasks.durable.step import StepCall
 from cairn.tasks.durable.versions import version_of
+from cairn.tasks.generation.checks import require_versions, usable
 from cairn.tasks.generation.episodes import LoggedCalls
 from cairn.tasks.trainer.sync import serve
+
+Messages = Iterator[list[GeneratedSample] | Recorded] | Iterator[list[SampleEnd] | Recorded]
+"""What an engine yields: samples, or their ends where a keeper takes the samples; and records of calls before that."""
+Ask = Callable[[Sequence[Any], SamplingParams, GenerateFunction], Messages]
+"""Function that has an engine generate samples."""
 
 
 class Engine(Protocol):
@@ -70,6 +76,20 @@ ALONE = 2
 this is one driver's last try."""
 
 
+Request = SampleRequest | WantedSample
+Result = GeneratedSample | SampleEnd
+
+
+def _failed(request: Request, error: str) -> Result:
+    if isinstance(request, SampleRequest):
+        return GeneratedSample.failed(request, error)
+    return SampleEnd.failed(request, error)
+
+
+def _aborted(request: Request) -> Result:
+    return GeneratedSample.aborted(request) if isinstance(request, SampleRequest) else SampleEnd.aborted(request)
+
+
 class _Unfinished:
     """Samples that an engine has not returned yet, by group, and the number of groups still needed."""
 
@@ -79,12 +99,12 @@ class _Unfinished:
         self._left: dict[int, set[int]] = defaultdict(set)
         self._spoilt: set[int] = set()
 
-    def add(self, samples: Sequence[SampleRequest]) -> None:
+    def add(self, samples: Sequence[Request]) -> None:
         """Add requested samples."""
         for sample in samples:
             self._left[sample.group_id].add(sample.index)
 
-    def take(self, sample: GeneratedSample) -> None:
+    def take(self, sample: Result) -> None:
         """Remove a sample that the engine returned. A group that is finished and did not fail reduces the number
         needed."""
         left = self._left[sample.group_id]
@@ -111,6 +131,7 @@ class _Unfinished:
         return {group_id: left for group_id, left in self._left.items() if left}
 
 
+@overload
 def generate_samples(
     step: StepCall,
     engine: Engine,
@@ -120,18 +141,51 @@ def generate_samples(
     *,
     rows: Mapping[int, int],
     calls: LoggedCalls,
+    interrupted: Callable[[], bool] = ...,
+    newest: Callable[[], Commit | None] | None = ...,
+    joined: Callable[[], Sequence[SampleRequest]] = ...,
+) -> Iterator[list[GeneratedSample]]: ...
+
+
+@overload
+def generate_samples(
+    step: StepCall,
+    engine: Engine,
+    weights: Commit | None,
+    samples: Sequence[WantedSample],
+    params: SamplingParams,
+    *,
+    rows: Mapping[int, int],
+    calls: LoggedCalls,
+    ask: Ask,
+    enough: int | None = ...,
+) -> Iterator[list[SampleEnd]]: ...
+
+
+def generate_samples(
+    step: StepCall,
+    engine: Engine,
+    weights: Commit | None,
+    samples: Sequence[Any],
+    params: SamplingParams,
+    *,
+    rows: Mapping[int, int],
+    calls: LoggedCalls,
+    ask: Ask | None = None,
     enough: int | None = None,
     interrupted: Callable[[], bool] = lambda: False,
     newest: Callable[[], Commit | None] | None = None,
     joined: Callable[[], Sequence[SampleRequest]] = lambda: (),
-) -> Iterator[list[GeneratedSample]]:
-    """Generate samples with the weights that `weights` left, and yield each as it ends.
+) -> Iterator[list[Any]]:
+    """Generate samples with the weights that `weights` left, and yield each as it ends, or its end where a keeper takes
+    it.
 
     Raises EngineError where a retry of the step may help.
 
     Args:
         rows: maps the id of a group to its row in the data, from 0.
-        calls: logs the calls of the samples, and has those that an earlier attempt logged.
+        calls: logs the calls of the samples.
+        ask: has the engine generate samples for a keeper, which checks their weights.
         enough: groups without a failure after which the others are aborted and yielded as far as they came.
         interrupted: whether another thread aborts what the engine generates. Aborted samples are then yielded too.
         newest: returns the weights that the engine was meanwhile updated to, where weights are updated during
@@ -139,16 +193,17 @@ def generate_samples(
         joined: returns the samples that were added to the engine since the last call.
     """
     failures, casualties = step.run.failed_generations, step.run.casualties
-    groups: dict[int, list[SampleRequest]] = defaultdict(list)
-    for sample in calls.with_logged_calls(samples):
+    groups: dict[int, list[Request]] = defaultdict(list)
+    for sample in samples:
         groups[sample.group_id].append(sample)
     for id in list(groups):
         if (error := casualties.blamed(step.name, id)) is not None:
-            yield [GeneratedSample.failed(sample, error) for sample in groups.pop(id)]
+            yield [_failed(sample, error) for sample in groups.pop(id)]
     suspects = [id for id in groups if failures[step.name, id] >= TOGETHER]
     others = [sample for id, group in groups.items() if id not in suspects for sample in group]
     generation = _Generation(
-        step, engine, params, calls, interrupted, newest or (lambda: weights), joined, _Unfinished(enough)
+        *(step, engine, ask or engine.generate_samples, params, calls, interrupted),
+        *(newest or (lambda: weights), joined, _Unfinished(enough)),
     )
     try:
         yield from generation.together(weights, others[:: -1 if casualties.times(step.name) % 2 else 1])
@@ -165,6 +220,7 @@ class _Generation:
 
     step: StepCall
     engine: Engine
+    ask: Ask
     params: SamplingParams
     calls: LoggedCalls
     interrupted: Callable[[], bool]
@@ -172,11 +228,11 @@ class _Generation:
     joined: Callable[[], Sequence[SampleRequest]]
     unfinished: _Unfinished
 
-    def together(self, weights: Commit | None, samples: Sequence[SampleRequest]) -> Iterator[list[GeneratedSample]]:
+    def together(self, weights: Commit | None, samples: Sequence[Request]) -> Iterator[list[Result]]:
         """Generate samples in one call of the engine."""
         step, engine, unfinished = self.step, self.engine, self.unfinished
         if not samples or unfinished.is_enough or self.interrupted():
-            yield [GeneratedSample.aborted(sample) for sample in samples]
+            yield list(map(_aborted, samples))
             return
         requests_by_key = {sample.key: sample for sample in samples}
         unfinished.add(samples)
@@ -188,17 +244,18 @@ class _Generation:
             requests_by_key.update({sample.key: sample for sample in others})
 
         try:
-            for message in engine.generate_samples(samples, self.params, generate_function(step.run)):
+            for message in self.ask(samples, self.params, generate_function(step.run)):
                 if isinstance(message, Recorded):
                     self.calls.take(message, engine.acknowledge)
                     continue
                 self.calls.require_intact()
                 take_joined()
-                generated = [_usable(step.run, requests_by_key[sample.key], sample) for sample in message]
+                versions = version_of(weights), version_of(self.newest())
+                generated = [self._checked(requests_by_key[sample.key], sample, versions) for sample in message]
                 may_abort = aborted or self.interrupted()
                 for sample in generated:
-                    versions = version_of(weights), version_of(self.newest())
-                    _check(engine, requests_by_key[sample.key], sample, versions, may_abort=may_abort)
+                    if not may_abort:
+                        self._require_cut(requests_by_key[sample.key], sample)
                     unfinished.take(sample)
                 yield generated
                 if unfinished.is_enough and unfinished.groups and not aborted:
@@ -216,7 +273,7 @@ class _Generation:
             step.run.casualties.add(step.name, unfinished.groups, hung=isinstance(error, EngineTimeout))
             raise
 
-    def alone(self, group: Sequence[SampleRequest]) -> Iterator[list[GeneratedSample]]:
+    def alone(self, group: Sequence[Request]) -> Iterator[list[Result]]:
         """Generate the samples of a suspect."""
         run, group_id = self.step.run, group[0].group_id
         with run.suspects_lock:  # one suspect at a time, so that each answers for its own failures
@@ -227,10 +284,23 @@ class _Generation:
             except GenerationFailed as error:
                 if run.failed_generations[self.step.name, group_id] < TOGETHER + ALONE:
                     raise
-                generated = [[GeneratedSample.failed(sample, f"{type(error).__name__}: {error}") for sample in group]]
+                generated = [[_failed(sample, f"{type(error).__name__}: {error}") for sample in group]]
                 self.unfinished.give_up(group_id)
                 serve(run, self.engine, self.newest())
         yield from generated
+
+    def _checked(self, request: Request, sample: Result, versions: tuple[int, int]) -> Result:
+        """Return a sample that may be kept; a keeper has checked what it took."""
+        if isinstance(request, WantedSample) or isinstance(sample, SampleEnd):
+            return sample
+        sample = usable(self.step.run.config.model.path, request, sample)
+        require_versions(self.engine.name, request, sample, versions)
+        return sample
+
+    def _require_cut(self, request: Request, sample: Result) -> None:
+        """Raise EngineError for a sample that was aborted although it was not cut."""
+        if sample.finish_reason == FinishReason.ABORT and sample.tokens != request.cut_at:
+            raise EngineError(f"{self.engine.name} aborted a sample of group {sample.group_id} without a request")
 
 
 def generate_function(run: RunContext) -> GenerateFunction:
@@ -264,56 +334,3 @@ def _changed_source(names: str) -> BadPlugin:
         f"the source of {names} was changed while the run used it: undo the change and run `cairn resume`, or run "
         "`cairn fork` to use the new source"
     )
-
-
-def _check(
-    engine: Engine, request: SampleRequest, sample: GeneratedSample, versions: tuple[int, int], *, may_abort: bool
-) -> None:
-    """Raise EngineError for a sample from weights outside `versions` (first, last), and for one that was aborted
-    although it may not be and was not cut."""
-    carried = 0 if request.begun is None else len(request.begun)
-    replayed = {record.call for record in request.recorded}
-    sampled = set[int]()
-    for segment in sample.trajectory.segments:
-        if segment.weight_versions is not None and segment.call not in replayed:
-            sampled |= {*segment.weight_versions[carried if segment.call == FIRST_CALL else 0 :].tolist()}
-    first, last = versions
-    others = sorted(version for version in sampled if not first <= version <= last)
-    if others:
-        wanted = first if first == last else f"{first} to {last}"
-        raise EngineError(f"{engine.name} sampled with the weights of version {others[0]}, not {wanted}")
-    was_cut = request.cut_at is not None and len(sample.trajectory.response_ids) == request.cut_at
-    if sample.finish_reason == FinishReason.ABORT and not (may_abort or was_cut):
-        raise EngineError(f"{engine.name} aborted a sample of group {sample.group_id} without a request")
-
-
-def _usable(run: RunContext, request: SampleRequest, sample: GeneratedSample) -> GeneratedSample:
-    """Return the sample, or a failed one where the model cannot take the tokens after a trajectory's last call. These
-    tokens come from the user's code, no engine has seen them, and they would be trained on unchecked."""
-    for trajectory in sample.trajectories:
-        if not trajectory.segments or trajectory.segments[-1].call is not None:
-            continue
-        context, vocabulary = _limits(run.config.model.path)
-        ids = trajectory.response_ids
-        outside = ids[(ids < 0) | (ids >= vocabulary)]
-        prompt = request.prompt_ids if trajectory.prompt_ids is None else trajectory.prompt_ids
-        length = len(prompt) + len(ids)
-        if len(outside):
-            return GeneratedSample.failed(
-                request, f"generate returned token {outside[0]}, outside the model's vocabulary of {vocabulary}"
-            )
-        if length > context:
-            return GeneratedSample.failed(
-                request, f"generate returned {length} tokens, more than the model's context of {context}"
-            )
-    return sample
-
-
-@cache
-def _limits(model: str) -> tuple[int, int]:
-    """Return the longest sequence and the number of token ids of a model."""
-    from cairn.engines.models.configs import context_length
-    from cairn.engines.models.folders import check_model_folder  # PyTorch takes seconds to import
-
-    config = check_model_folder(model)
-    return context_length(config), config.get_text_config().vocab_size

@@ -240,15 +240,39 @@ def segments_value(sample: GeneratedSample) -> list[dict[str, Any]] | None:
     ]
 
 
-def sample_schema(run: RunContext, groups: Mapping[int, Group]) -> pa.Schema:
-    """Return the schema of `sample_table`. Samples may have several trajectories, rewards and roles if generation is
-    not single-turn, or was not when the continued groups began."""
-    parts = [part for group in groups.values() for part in group.parts.values()]
-    begun = any(part.lengths or part.rewards or part.roles or part.infos for part in parts)
-    several = begun or run.config.rollout.custom_generate_function_path != "single_turn"
-    routed = run.config.algorithm.use_rollout_routing_replay
-    images = run.config.data.has_images or any(group.prompt.images for group in groups.values())
-    return rollout_schema(cut=run.records_support, several=several, routed=routed, images=images)
+@dataclass(frozen=True)
+class RowFormat:
+    """What a run's rows of the rollout table depend on, besides the samples."""
+
+    group_size: int
+    """`rollout.n_samples_per_prompt`."""
+    cut: bool
+    """Whether the sampling support of each token is recorded."""
+    several: bool
+    """Whether samples may have several trajectories, rewards and roles."""
+    routed: bool
+    """Whether the experts of each token are recorded."""
+    images: bool
+    """Whether prompts may have images."""
+
+    @classmethod
+    def of(cls, run: RunContext) -> "RowFormat":
+        """Return the format of a run's rows."""
+        config = run.config
+        return cls(
+            config.rollout.n_samples_per_prompt,
+            run.records_support,
+            config.rollout.custom_generate_function_path != "single_turn",
+            config.algorithm.use_rollout_routing_replay,
+            config.data.has_images,
+        )
+
+    def schema(self, groups: Mapping[int, Group]) -> pa.Schema:
+        """Return the schema of `sample_table`. Continued groups may have begun with what the run no longer has."""
+        parts = [part for group in groups.values() for part in group.parts.values()]
+        begun = any(part.lengths or part.rewards or part.roles or part.infos for part in parts)
+        images = self.images or any(group.prompt.images for group in groups.values())
+        return rollout_schema(cut=self.cut, several=begun or self.several, routed=self.routed, images=images)
 
 
 def without_unused(samples: pa.Table) -> pa.Table:
@@ -258,14 +282,18 @@ def without_unused(samples: pa.Table) -> pa.Table:
 
 
 def sample_table(
-    run: RunContext, engine: str | Sequence[str], groups: Mapping[int, Group], samples: Sequence[GeneratedSample]
+    format: RowFormat,
+    tokenizer: Any,
+    engine: str | Sequence[str],
+    groups: Mapping[int, Group],
+    samples: Sequence[GeneratedSample],
 ) -> pa.Table:
     """Return rows for samples that an engine generated or continued. `engine`: one name for all, or one for each.
 
     The loss mask allows every token that the policy sampled. Tokens that are too old are masked when a batch is made
     (`cairn.tasks.batch.batch`).
     """
-    n, schema = run.config.rollout.n_samples_per_prompt, sample_schema(run, groups)
+    n, schema = format.group_size, format.schema(groups)
     rows = [groups[sample.group_id].prompt for sample in samples]
     drawn = {row.group_id: row for row in rows}
     prompts = {id: np.asarray(row.prompt_ids, np.int32) for id, row in drawn.items()}
@@ -282,7 +310,7 @@ def sample_table(
         "epoch": [row.epoch for row in rows],
         "prompt_text": [row.prompt_text for row in rows],
         "prompt_ids": [prompts[s.group_id] for s in samples],
-        "response_text": run.tokenizer.batch_decode(
+        "response_text": tokenizer.batch_decode(
             [last_trajectory(ids.tolist(), sample.lengths) for ids, sample in zip(responses, samples, strict=True)],
             skip_special_tokens=True,
         ),

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cairn.engines.types.trajectories import GeneratedSample
+from cairn.engines.types.keeping import SampleEnd
 from cairn.engines.types.types import FinishReason
 from cairn.tasks.durable.events import GroupsGenerated
 from cairn.tasks.durable.step import StepCall
@@ -31,7 +31,7 @@ class ShardProgress:
         self._reported_at = float("-inf")
         self._report()
 
-    def take(self, samples: Iterable[GeneratedSample]) -> None:
+    def take(self, samples: Iterable[SampleEnd]) -> None:
         """Count generated samples, and emit the progress at most every `INTERVAL` seconds."""
         self._missing.subtract(sample.group_id for sample in samples if sample.finish_reason != FinishReason.ABORT)
         if time.monotonic() - self._reported_at >= INTERVAL:

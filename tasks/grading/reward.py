@@ -45,6 +45,7 @@ from cairn.tasks.rewards.sample import ResponseSegment, Sample, read_infos
         "algorithm.gdpo_reward_keys",
     ),
     externals=("reward_model",),
+    beside=True,
 )
 def reward(step: StepCall, rollout: Commit) -> Outcome:
     """Grade every sample of the shard.
@@ -55,7 +56,8 @@ def reward(step: StepCall, rollout: Commit) -> Outcome:
     overlong = Overlong.of(step.run.config)
     row = prompt_rows(step.run.data) if step.run.grader.sees_messages else None
     keys = step.run.config.algorithm.gdpo_reward_keys
-    shard = graded_shard(step.run.grader, step.run.tokenizer, step.run.read(rollout), overlong, row, keys)
+    samples = step.run.read(rollout, graded_columns(step.run.grader, overlong))
+    shard = graded_shard(step.run.grader, step.run.tokenizer, samples, overlong, row, keys)
     graded = [one for one in shard.results if one is not None]
     return Outcome(
         tables={"rewards.parquet": shard.table},

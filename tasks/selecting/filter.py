@@ -103,6 +103,7 @@ class NoSuchMetadata(Failure):
         "rollout.lag",
         "rollout.mask_offpolicy_in_partial_rollout",
     ),
+    beside=True,
 )
 def filter_groups(
     step: StepCall, previous: Commit | None, rollouts: Sequence[Commit], rewards: Sequence[Commit], *, round: int
@@ -351,7 +352,7 @@ def _keep_more(name: str | None) -> str:
 
 
 def _samples(run: RunContext, generated: Commit, graded: Commit) -> dict[int, list[GradedSample]]:
-    return graded_samples(with_optional(run.read(generated), ROLLOUT_COLUMNS), run.read(graded))
+    return graded_samples(with_optional(run.read(generated, ROLLOUT_COLUMNS), ROLLOUT_COLUMNS), run.read(graded))
 
 
 def _graded(run: RunContext) -> Callable[[JudgedGroup], list[GradedSample]]:

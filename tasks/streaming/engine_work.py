@@ -128,7 +128,7 @@ class EngineWork:
                     self._call,
                     self._engine,
                     weights,
-                    samples,
+                    state.calls.with_logged_calls(samples),
                     sampling_params(run.config, with_support=run.records_support),
                     rows=rows,
                     calls=state.calls,

@@ -17,7 +17,7 @@ from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.step import StepCall
 from cairn.tasks.generation.calls import call_table
 from cairn.tasks.generation.generation import generate_function
-from cairn.tasks.generation.groups import sample_parts, sample_schema
+from cairn.tasks.generation.groups import RowFormat, sample_parts
 from cairn.tasks.halves import newest_sampled, newest_trained, oldest_open, weights_after
 from cairn.tasks.streaming.stream import Stream, admission_number, admitted_groups, admitted_ids
 from cairn.tasks.streaming.take import encode_rows, take_groups
@@ -38,7 +38,7 @@ def open_stream(run: RunContext) -> Iterator[None]:
         samples = SampleLog(
             folder,
             circumstances,
-            schema=sample_schema(run, {}),
+            schema=RowFormat.of(run).schema({}),
             encode=partial(encode_rows, run),
             earlier_digests=earlier,
             groups=groups,

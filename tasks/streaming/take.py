@@ -14,11 +14,13 @@ from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.layout import CALLS_FILE
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import GroupsGenerated
+from cairn.tasks.durable.lengths import mean_lengths
 from cairn.tasks.durable.step import Outcome, StepCall, durable
 from cairn.tasks.generation.calls import call_table
-from cairn.tasks.generation.groups import Group, sample_table
+from cairn.tasks.generation.groups import Group, RowFormat, sample_table
 from cairn.tasks.generation.progress import INTERVAL, episode_metrics, failure_metrics
-from cairn.tasks.generation.rollout import READS, retold_metrics, shard_files, token_count
+from cairn.tasks.generation.rollout import READS
+from cairn.tasks.generation.shard import retold_metrics, shard_files, token_count
 from cairn.tasks.streaming.stream import Stream
 
 
@@ -54,7 +56,7 @@ def take_groups(step: StepCall, earlier: Sequence[Commit], *, count: int) -> Out
 
     ended = encode_rows(run, rows)
     samples, files = shard_files(ended, groups, encode, None if taken.calls is None else call_table(taken.calls))
-    run.response_lengths.add(samples)
+    run.response_lengths.add(mean_lengths(samples))
     versions = [one.versions for one in taken.groups if one.versions is not None]
     newest = {id: one.versions[1] for id, one in zip(groups, taken.groups, strict=True) if one.versions is not None}
     admissions = {one.admission.name: one.admission for one in taken.groups}
@@ -81,7 +83,7 @@ def take_groups(step: StepCall, earlier: Sequence[Commit], *, count: int) -> Out
             "cached_tokens": pc.sum(samples.column("cached_tokens")).as_py() or 0,
             "interrupted_samples": taken.usage.interrupted_samples,
             "recomputed_tokens": taken.usage.recomputed_tokens,
-            **retold_metrics(run.config, samples),
+            **retold_metrics(run.config.rollout.custom_generate_function_path, samples),
             **episode_metrics(samples, files.get(CALLS_FILE)),
             **failure_metrics(ended),
         },
@@ -102,4 +104,5 @@ def taken_ids(taken: Commit) -> list[int]:
 def encode_rows(run: RunContext, rows: Sequence[tuple[str, Group, GeneratedSample]]) -> pa.Table:
     """Return rows of the rollout table for tuples (engine, group, sample)."""
     engines, groups, samples = zip(*rows, strict=True) if rows else ((), (), ())
-    return sample_table(run, engines, {group.prompt.group_id: group for group in groups}, samples)
+    by_id = {group.prompt.group_id: group for group in groups}
+    return sample_table(RowFormat.of(run), run.tokenizer, engines, by_id, samples)

@@ -13,12 +13,12 @@ import time
 
 from cairn.configs.errors import Failure
 from cairn.engines.types.errors import ClusterLost, EngineDied, EngineError, EngineTimeout
-from cairn.engines.types.types import Position, TrainBatch
+from cairn.engines.types.types import Position
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.redacted import redacted_samples
 from cairn.storage.store.errors import Redacted
 from cairn.storage.upkeep.retention import newest_checkpoint
-from cairn.tasks.batch.batch import train_batch
+from cairn.tasks.batch.source import SnapshotBatch, snapshot_batch
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
 from cairn.tasks.durable.step import input_digest
@@ -77,7 +77,8 @@ def _restore_from(run: RunContext, position: Position | None, weights: Commit | 
     run.fleet.turns.for_training()
     origin = "the initial weights" if current < 0 else f"iteration {current}"
     if saved is not None and current < begin:
-        run.fleet.training.load(run.ledger.store.url, run.ledger.folder_of(saved))
+        size = sum(output.bytes for output in saved.outputs)
+        run.fleet.training.load(run.ledger.store.url, run.ledger.folder_of(saved), size)
         _require_state(saved, run.fleet.training.position().state_digest)
         current, origin = begin, f"the checkpoint of iteration {begin}"
     todo = target - current
@@ -132,12 +133,12 @@ def require_unredacted(run: RunContext, committed: Commit) -> None:
             )
 
 
-def committed_batch(run: RunContext, committed: Commit) -> TrainBatch:
+def committed_batch(run: RunContext, committed: Commit) -> SnapshotBatch:
     """Return exactly the batch that a train step was committed for, from its snapshots."""
     inputs = [run.input_commit(committed, name) for name in committed.inputs if "/" in name]
     by_step = {commit.step: commit for commit in inputs if commit.iteration == committed.iteration}
     rollouts = [commit for commit in inputs if commit.step == Step.ROLLOUT]
-    return train_batch(run, by_step[Step.FILTER], rollouts, by_step.get(Step.ADVANTAGE), by_step.get(Step.SCORE))
+    return snapshot_batch(run, by_step[Step.FILTER], rollouts, by_step.get(Step.ADVANTAGE), by_step.get(Step.SCORE))
 
 
 def _require_state(commit: Commit, digest: str) -> None:

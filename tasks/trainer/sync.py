@@ -4,26 +4,83 @@ An engine's weights are verified, not remembered: before it generates, it is que
 is updated.
 """
 
+import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from cairn.engines.types.errors import PublicationGone, WeightsDiffer
 from cairn.engines.types.types import Publication
-from cairn.storage.ledger.commits import Commit, Step
+from cairn.engines.weights.layout import is_whole
+from cairn.storage.ledger.commits import Commit, OutputFile, Step
+from cairn.storage.ledger.publications import VALUE, Stored, stored
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.step import Outcome, StepCall, durable
 from cairn.tasks.durable.versions import version_of
 from cairn.tasks.trainer.recovery import restore_trainer
 
+LONGEST_CHAIN = 0.5
+"""Whole weights are stored once the differences since the last ones exceed this share of their size. So a version takes
+at most about 1.5 times as long to read as whole weights."""
+
+
+@dataclass(frozen=True)
+class LastStored:
+    """The last sync step whose weights this driver had stored."""
+
+    iteration: int
+
 
 @durable(Step.SYNC, reads=("rollout.dtype",), engines=("training",))  # the digest is of the weights in that dtype
 def sync(step: StepCall, trained: Commit) -> Outcome:
-    """Publish the weights that `trained` committed, and commit the digest that engines must find."""
-    publication = publish(step.run, trained)
+    """Publish the weights that `trained` committed, and commit the digest that engines must find, with the weights
+    themselves where the run stores them."""
+    run, values, files, timings = step.run, dict[str, Any](), list[OutputFile](), dict[str, float]()
+    with run.weights_lock:
+        publication = publish(run, trained)
+        if run.ledger.stores_weights:
+            began = time.perf_counter()
+            files, how = _store(step, publication)
+            values[VALUE] = how.model_dump(exclude_none=True)
+            timings["store"] = time.perf_counter() - began
     return Outcome(
-        values={"digest": publication.digest},
+        files=files,
+        values={"digest": publication.digest, **values},
+        timings=timings,
         weight_version_in=trained.weight_version_out,
         weight_version_out=trained.weight_version_out,
+    )
+
+
+def _store(step: StepCall, publication: Publication) -> tuple[list[OutputFile], Stored]:
+    """Write the published weights: the difference to the last stored ones, if the trainer still has these. They are
+    whole with a checkpoint, and once all differences since the last whole ones are larger than `LONGEST_CHAIN` of
+    these."""
+    run, attempt = step.run, step.attempt
+    last = run.attached(LastStored)
+    base = None if last is None else run.find(last.iteration, Step.SYNC)
+    before = None if base is None else stored(base)
+    due = run.find(step.iteration, Step.CHECKPOINT) is not None
+    if before is None or due or before.difference_bytes > LONGEST_CHAIN * before.whole_bytes:
+        base = None
+    written = run.fleet.training.write_version(
+        publication.version,
+        attempt.store.url,
+        attempt.folder,
+        run.config.rollout.dtype,
+        publication.digest,
+        None if base is None else str(base.values["digest"]),
+    )
+    run.attach(LastStored(step.iteration))
+    files, size = [attempt.adopt(file) for file in written], sum(file.bytes for file in written)
+    if base is None or before is None or is_whole(written):
+        return files, Stored(whole_bytes=size)
+    return files, Stored(
+        base=base.name,
+        base_digest=base.digest,
+        differences=before.differences + 1,
+        whole_bytes=before.whole_bytes,
+        difference_bytes=before.difference_bytes + size,
     )
 
 

@@ -8,7 +8,7 @@ is first restored to the committed weights.
 from cairn.engines.plan.library import folder_size as model_size
 from cairn.engines.types.types import Position, TrainResult
 from cairn.storage.ledger.commits import Commit, Step
-from cairn.tasks.batch.batch import train_batch
+from cairn.tasks.batch.source import snapshot_batch
 from cairn.tasks.durable.events import Message
 from cairn.tasks.durable.step import Outcome, StepCall, durable
 from cairn.tasks.durable.versions import version_of
@@ -32,7 +32,7 @@ def train(
     """Update the weights that `weights` left, the actor's and the critic's, on the selected samples. `advantages` is
     None for a loss without advantages."""
     run, num_steps, version = step.run, step.run.config.training.num_steps_per_rollout, version_of(weights)
-    batch = train_batch(run, selection, rollouts, advantages, scores)
+    batch = snapshot_batch(run, selection, rollouts, advantages, scores)
     with run.weights_lock:
         position = current_position(run)
         result = _uncommitted_result(step, position, version + num_steps)
@@ -46,7 +46,7 @@ def train(
                 train_actor=run.config.algorithm.trains_actor(step.iteration),
                 update_reference=run.config.algorithm.updates_reference(step.iteration),
             )
-    flops = model_size(run.config.model.path).training_flops([len(ids) for ids in batch.input_ids])
+    flops = model_size(run.config.model.path).training_flops(result.lengths)
     return Outcome(
         metrics={**result.metrics, "tokens": result.tokens, "flops": flops},
         timings={"update": result.seconds},

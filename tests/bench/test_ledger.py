@@ -1,13 +1,14 @@
 """What a long run on an object store costs to go on with and to look at: `bench.ledger` without its gateway."""
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bench.ledger import CountingStore, commits_of, config_of, resume_requests
+from bench.ledger import WHOLE, CountingStore, commits_of, config_of, files_of, resume_requests
 from cairn.flows.reading.views import RunState, run_status
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.leases import Outcome
 from cairn.storage.ledger.ledger import Ledger
 
@@ -16,15 +17,14 @@ pytestmark = pytest.mark.slow
 ITERATIONS = 405
 """With more evaluations and checkpoints than `MOST`. That pages of a thousand names are few, `tests.storage` proves."""
 
-WHOLE = 20
-"""Iterations at the end that are written whole: as far back as a driver looks for its newest checkpoint."""
-
 MOST = 30
 """Requests."""
 
 
-def is_read(commit: Commit) -> bool:
-    return commit.iteration >= ITERATIONS - WHOLE or commit.step is Step.EVAL
+def evaluations(run: str) -> Iterator[tuple[str, bytes]]:
+    """Files of evaluations, which a status reads however long ago they were made."""
+    evals = (commit for commit in commits_of(run, ITERATIONS) if commit.step is Step.EVAL)
+    yield from ((commit.path, commit.to_bytes()) for commit in evals)
 
 
 def test_resume_and_status_of_a_long_run_take_at_most_thirty_requests_each(s3_url: str) -> None:
@@ -32,8 +32,7 @@ def test_resume_and_status_of_a_long_run_take_at_most_thirty_requests_each(s3_ur
     ledger = Ledger.create(store, "long", config_of(ITERATIONS).model_dump(mode="json"))
     ledger.acquire().release(Outcome.STOPPED)
     files = {layout.commit("long", index, Step.TRAIN): b"not read" for index in range(ITERATIONS - WHOLE)}
-    for commit in filter(is_read, commits_of("long", ITERATIONS)):
-        files[layout.commit("long", commit.iteration, commit.step, commit.shard)] = commit.to_bytes()
+    files |= {**dict(evaluations("long")), **dict(files_of("long", ITERATIONS, first=ITERATIONS - WHOLE))}
     with ThreadPoolExecutor(16) as writers:
         list(writers.map(store.write, files, files.values()))
 

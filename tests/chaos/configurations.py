@@ -10,6 +10,7 @@ retained        the run from what retention keeps
 critic          a second model and its optimizer
 ranks           two ranks of PyTorch, each with its part of the state
 tensor          two ranks of Megatron with half of every layer each
+hung, hung-tensor  the same, with a minute for each collective
 joined          engines that outlive their driver, on a cluster that somebody else started
 long            the same over more iterations, for kills by the hundred
 fork            weights that only the parent's configuration makes, where the parent has no checkpoint
@@ -74,6 +75,7 @@ _CRITIC: Sections = {"algorithm": {"advantage_estimator": "ppo", "use_kl_loss": 
 _TIS = {"use_rollout_logprobs": False, "use_tis": True}
 _STREAMING: Sections = {"rollout": {"pipeline": "streaming"}, "algorithm": _TIS}
 _TENSOR = {"tensor_model_parallel_size": 2}
+_MINUTE = {"distributed_timeout_minutes": 1}
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
     "mixed": Configuration({**_FILTERED, **_RETAINED, **_CRITIC}),
     "ranks": Configuration({"training": {"world_size": 2}}),
     "tensor": Configuration({"training": {"engine": "megatron", "world_size": 2, "megatron": _TENSOR}}),
+    "hung": Configuration({"training": {"world_size": 2, **_MINUTE}}),
+    "hung-tensor": Configuration({"training": {"engine": "megatron", "world_size": 2, "megatron": _TENSOR, **_MINUTE}}),
     "fork": Configuration(forked_from=Origin("plain", 2, ["training.lr=5.0e-4", "rollout.num_rollout=6"])),
     "joined-partial": Configuration({"rollout": _PARTIAL}, repeatable=False, joined=True),
     "joined": Configuration(joined=True),

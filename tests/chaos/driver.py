@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import pyarrow as pa
 import cairn.tasks.generation.rollout
 import cairn.tasks.streaming.engine_work
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.fleet.rollout import RolloutHandle
+from cairn.engines.types.keeping import WantedSample
 from cairn.engines.types.trajectories import CallKind, SampleRequest
 from cairn.flows.cli.app import describe, exit_code
 from cairn.flows.driver.preemption import Preempted
@@ -64,28 +67,16 @@ def main(store: str, run: str, config_file: str, folder: str, faults: str, *flag
 def note_what_is_generated(file: Path) -> None:
     """Append the samples of every call to an engine, and each once it is finished, that is durable: what is asked for
     after that was generated twice."""
-    generate, write = cairn.tasks.generation.rollout.generate_samples, SampleLog._write_part
-
-    def note(iteration: int, shard: str | None, **samples: Any) -> None:
-        with file.open("a") as noted:
-            noted.write(json.dumps({"iteration": iteration, "shard": shard, **samples}) + "\n")
+    generate, keep = cairn.tasks.generation.rollout.generate_samples, RolloutHandle.keep
 
     def asking(
-        step: StepCall, engine: Any, weights: Any, samples: Sequence[SampleRequest], *args: Any, **options: Any
+        step: StepCall, engine: Any, weights: Any, samples: Sequence[WantedSample], *args: Any, **options: Any
     ) -> Iterator[Any]:
-        note(step.iteration, step.shard, asked=[sample.key for sample in samples])
+        note(file, step.iteration, step.shard, asked=[sample.key for sample in samples])
         yield from generate(step, engine, weights, samples, *args, **options)
 
-    def writing(log: SampleLog, table: pa.Table, *args: Any, **options: Any) -> None:
-        write(log, table, *args, **options)
-        keys = list(zip(table["group_id"].to_pylist(), table["sample_index"].to_pylist(), strict=True))
-        attempt = log._attempt
-        if isinstance(attempt, Attempt):
-            note(attempt.iteration, attempt.shard, finished=keys)
-        else:
-            statuses = table["status"].to_pylist()
-            ended = [key for key, status in zip(keys, statuses, strict=True) if status != Status.ABORTED]
-            note(*STREAM, finished=ended)
+    def keeping(engine: RolloutHandle, make: Callable[[], Any]) -> Any:
+        return keep(engine, partial(noting, file, make))
 
     def asking_for_stream(
         step: StepCall,
@@ -98,14 +89,46 @@ def note_what_is_generated(file: Path) -> None:
     ) -> Iterator[Any]:
         def joining() -> Sequence[SampleRequest]:
             others = joined()
-            note(*STREAM, asked=[sample.key for sample in others])
+            note(file, *STREAM, asked=[sample.key for sample in others])
             return others
 
-        note(*STREAM, asked=[sample.key for sample in samples])
+        note(file, *STREAM, asked=[sample.key for sample in samples])
         yield from generate(step, engine, weights, samples, *args, joined=joining, **options)
 
     cairn.tasks.streaming.engine_work.generate_samples = asking_for_stream  # type: ignore[attr-defined]
-    cairn.tasks.generation.rollout.generate_samples = asking
+    cairn.tasks.generation.rollout.generate_samples = asking  # type: ignore[assignment]
+    RolloutHandle.keep = keeping  # type: ignore[method-assign]
+    note_what_is_finished(file)
+
+
+def note(file: Path, iteration: int, shard: str | None, **samples: Any) -> None:
+    with file.open("a") as noted:
+        noted.write(json.dumps({"iteration": iteration, "shard": shard, **samples}) + "\n")
+
+
+def noting(file: Path, make: Callable[[], Any]) -> Any:
+    """Make a keeper in an engine's process, and note there what it finishes."""
+    note_what_is_finished(file)
+    return make()
+
+
+def note_what_is_finished(file: Path) -> None:
+    """Append the samples that this process makes durable."""
+    write = SampleLog._write_part
+    if write.__name__ == "writing":  # an earlier driver's
+        return
+
+    def writing(log: SampleLog, table: pa.Table, *args: Any, **options: Any) -> None:
+        write(log, table, *args, **options)
+        keys = list(zip(table["group_id"].to_pylist(), table["sample_index"].to_pylist(), strict=True))
+        attempt = log._attempt
+        if isinstance(attempt, Attempt):
+            note(file, attempt.iteration, attempt.shard, finished=keys)
+        else:
+            statuses = table["status"].to_pylist()
+            ended = [key for key, status in zip(keys, statuses, strict=True) if status != Status.ABORTED]
+            note(file, *STREAM, finished=ended)
+
     SampleLog._write_part = writing  # type: ignore[method-assign]
 
 

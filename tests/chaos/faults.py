@@ -8,6 +8,8 @@ after         the commit is there                                           the 
 halfway       the rollout's first group has finished                        parts without a commit
 loading       a checkpoint is about to be loaded, to restore the trainer    the step, from an earlier driver or engine
 replaying     a few milliseconds into the replay of a train step            the same
+computing     the ranks of the training engine have just been sent an       nothing of the step
+              update
 updating      an update of an engine to the weights has begun, in flight:   the step
               to those of the step, or of a later one (in_flight.py)
 
@@ -54,7 +56,9 @@ import psutil
 
 from cairn.engines.fleet.handles import UPDATING
 from cairn.engines.fleet.rollout import RolloutHandle
+from cairn.engines.fleet.training import TrainingHandle
 from cairn.engines.rollout.base import RolloutEngine
+from cairn.engines.types.types import FinishReason
 from cairn.flows.events import Event
 from cairn.flows.orchestration.server import PREFECT_HOME
 from cairn.storage.ledger.commits import Commit, Step
@@ -64,6 +68,7 @@ from cairn.storage.logs.sample_log import SampleLog
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import StepCommitted, StepStarted
 from cairn.tasks.durable.step import DurableStep, Outcome, StepCall
+from cairn.tasks.generation import rollout
 from cairn.tasks.trainer import recovery
 from tests.chaos.commands import COMMANDS, Command, give
 from tests.chaos.in_flight import watch_updates
@@ -72,10 +77,13 @@ from tests.waiting import wait_for
 
 Moment = Literal["before", "during", "uncommitted", "after"]
 """Of every step."""
-RareMoment = Literal["halfway", "loading", "replaying", "updating"]
-"""Of a rollout; of a checkpoint and of a train step when weights are brought back; of a sync step of a stream."""
+RareMoment = Literal["halfway", "loading", "replaying", "computing", "updating"]
+"""Of a rollout; of a checkpoint and of a train step when weights are brought back; of a train step; of a sync step of a
+stream."""
 Victim = Literal["driver", "training", "rollout", "ray", "prefect", "database", "store"]
-FurtherVictim = Literal["notice", "rank", "grader", "server", "scheduler", "stopped", "router", "update"] | Command
+FurtherVictim = (
+    Literal["notice", "rank", "hung", "grader", "server", "scheduler", "stopped", "router", "update"] | Command
+)
 """What has its moments in some steps only, or in some configurations."""
 EpisodeVictim = Literal["worker", "code", "tool"]
 """What there is while episodes run: tests/chaos/test_episodes.py."""
@@ -96,7 +104,11 @@ FAILED = "failed:"
 PATIENCE = 30.0
 """Seconds in which a victim must be found: one that is being replaced, or given another title by Ray, is not seen."""
 
-_SIGNALS: dict[AnyVictim, signal.Signals] = {"notice": signal.SIGTERM, "stopped": signal.SIGSTOP}
+_SIGNALS: dict[AnyVictim, signal.Signals] = {
+    "notice": signal.SIGTERM,
+    "stopped": signal.SIGSTOP,
+    "hung": signal.SIGSTOP,
+}
 """Those that are not killed."""
 
 OUTAGE = 2.0
@@ -124,6 +136,8 @@ class Striker:
         self._witness = witness
         self._store_url, self._run = store_url, run
         self._lock = threading.Lock()
+        self._training = -1
+        """Iteration whose train step began last."""
         commit = Ledger.commit
 
         def committing(ledger: Ledger, **fields: Any) -> Commit:
@@ -139,14 +153,27 @@ class Striker:
                 self._strike(attempt.iteration, attempt.step, "halfway")
 
         SampleLog.append = appending  # type: ignore[method-assign]
+        generate = rollout.generate_samples
+
+        def generating(step: StepCall, *args: Any, **options: Any) -> Iterator[Any]:
+            """Engines have logs of their own: their samples are there when the driver hears of their ends."""
+            for ends in generate(step, *args, **options):
+                if any(end.finish_reason != FinishReason.ABORT for end in ends):
+                    self._strike(step.iteration, Step.ROLLOUT, "halfway")
+                yield ends
+
+        rollout.generate_samples = generating  # type: ignore[assignment]
         perform = DurableStep.perform
 
         def performing(step: DurableStep[Any], call: StepCall, *args: Any, **kwargs: Any) -> Outcome:
+            if step.name is Step.TRAIN:
+                self._training = call.iteration
             fault = self._take(call.iteration, step.name, "during")
             return perform(step if fault is None else self._struck(step, fault), call, *args, **kwargs)
 
         DurableStep.perform = performing  # type: ignore[method-assign]
         self._watch_recovery()
+        self._watch_training()
         if any(fault.moment == "updating" for fault in faults):
             watch_updates(self._awaits_update, self._strike_update, PATIENCE)
 
@@ -165,6 +192,21 @@ class Striker:
                 replay(run, committed)
 
         recovery.newest_checkpoint, recovery.replay = loading, replaying
+
+    def _watch_training(self) -> None:
+        send = TrainingHandle._send_all
+
+        def sending(engine: TrainingHandle, method: Any, *args: Any, **kwargs: Any) -> Any:
+            fault = self._take(self._training, Step.TRAIN, "computing") if method.__name__ == "train" else None
+            if fault is None:
+                return send(engine, method, *args, **kwargs)
+            victims = [psutil.Process(engine.health()["pids"][-1])]
+            calls = send(engine, method, *args, **kwargs)
+            bear_witness(self._witness, victims, **asdict(fault))
+            strike(fault.victim, victims, Path.cwd() / PREFECT_HOME)
+            return calls
+
+        TrainingHandle._send_all = sending  # type: ignore[method-assign]
 
     def __call__(self, event: Event) -> None:
         """To be given to `cairn.flows.train.start`."""
@@ -318,6 +360,11 @@ def engines_of(cluster: psutil.Process) -> dict[psutil.Process, list[str]]:
             if command and command[0].startswith((TRAINING, ROLLOUT)):
                 found[process] = command
     return found
+
+
+def three_engines(cluster: psutil.Process) -> set[psutil.Process]:
+    """Those of a run; while Ray gives one another title it is not seen."""
+    return wait_for(lambda: len(found := {*engines_of(cluster)}) == 3 and found)
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:

@@ -34,6 +34,7 @@ EXITS: dict[AnyVictim, tuple[int, ...]] = {
     "scheduler": (0,),
     "router": (0,),
     "rank": (0,),
+    "hung": (0,),
     "grader": (0,),
     "update": (0,),
     "gc": (0,),

@@ -129,7 +129,14 @@ _AT_TRAINING = (
 )
 """What becomes of a training engine of several models or ranks, or of one."""
 
+HUNG = tuple(
+    Plan(configuration, (Driver((case(1, Step.TRAIN, "computing", "hung"),)),), configuration)
+    for configuration in ("hung", "hung-tensor")
+)
+"""A rank that stops amid an update, while another one waits for it in a collective."""
+
 FURTHER: tuple[Plan, ...] = (
+    *HUNG,
     Plan(
         "graders",
         (

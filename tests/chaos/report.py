@@ -1,4 +1,8 @@
-"""What `make chaos` found, as JSON for machines and Markdown for people, in build/chaos/."""
+"""What `make chaos` found, as JSON for machines and Markdown for people, in build/chaos/; and how long recovery took in
+tests of clusters, which note it:
+
+    python -m tests.chaos.report        prints the table
+"""
 
 import json
 import os
@@ -13,6 +17,8 @@ from tests.chaos.matrix import cells
 from tests.chaos.plans import CI_PLANS, whole
 
 FOLDER = Path("build/chaos")
+
+RECOVERIES = Path(__file__).parents[2] / FOLDER / "recoveries.jsonl"
 
 
 @dataclass
@@ -115,3 +121,27 @@ def _recovery(victim: str, faults: Sequence[dict[str, Any]]) -> str:
 
 def _cell(text: str) -> str:
     return f"**{text.splitlines()[0].replace('|', '/')}**"
+
+
+def recovered(what: str, seconds: float) -> None:
+    """Note how long a recovery took."""
+    RECOVERIES.parent.mkdir(parents=True, exist_ok=True)
+    with RECOVERIES.open("a") as noted:
+        noted.write(json.dumps({"what": what, "seconds": round(seconds, 1), "load": os.getloadavg()[0]}) + "\n")
+
+
+def recoveries() -> str:
+    """Return the table of all recoveries that were noted."""
+    noted = [json.loads(line) for line in RECOVERIES.read_text().splitlines()]
+    lines = ["| what | times | seconds: median | most | load of the machine, at most |", "|---|---|---|---|---|"]
+    for what in dict.fromkeys(each["what"] for each in noted):
+        seconds = [each["seconds"] for each in noted if each["what"] == what]
+        load = max(each["load"] for each in noted if each["what"] == what)
+        lines.append(
+            f"| {what} | {len(seconds)} | {statistics.median(seconds):.1f} | {max(seconds):.1f} | {load:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(recoveries())

@@ -13,6 +13,7 @@ import pytest
 
 import cairn.tasks.generation.rollout
 import cairn.tasks.streaming.engine_work
+from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.snapshots import Attempt
@@ -99,6 +100,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         cairn.tasks.generation.rollout, "generate_samples", cairn.tasks.generation.rollout.generate_samples
     )
     monkeypatch.setattr(SampleLog, "_write_part", SampleLog._write_part)
+    monkeypatch.setattr(RolloutHandle, "keep", RolloutHandle.keep)
     monkeypatch.setattr(
         cairn.tasks.streaming.engine_work, "generate_samples", cairn.tasks.streaming.engine_work.generate_samples
     )

@@ -20,7 +20,8 @@ from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.schemas import MEASURED
 from cairn.storage.store.errors import RunDiffers
-from cairn.tasks.batch.batch import arrays, train_batch, trained_shards
+from cairn.tasks.batch.batch import arrays, trained_shards
+from cairn.tasks.batch.source import train_batch
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.selection import last_selection
 from cairn.tasks.evaluation.evaluate import evaluate

@@ -116,6 +116,7 @@ def test_a_run_goes_on_to_its_end_and_nothing_committed_is_done_again(earlier: s
     assert {commit.terms for commit in before.values()} == {0}
     assert {after[name].terms for name in events.executed()} == {1}
     assert all("engine.training" in after[f"00000{index}/train"].inputs for index in range(3))
+    assert not after["000002/sync"].outputs  # it stores no weights where it did not before
     assert not faults(earlier, "parent")
     assert json.loads(cairn("status", "parent", "--json", "--store", earlier))["state"] == "completed"
 

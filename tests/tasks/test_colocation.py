@@ -61,7 +61,7 @@ class Record(list[str]):
             (fleet.training, "offload", None),
             (fleet.training, "onload", None),
             (fleet.training, "train", "train"),
-            (fleet.training, "save", "save"),
+            (fleet.training, "copy_state", "save"),
             (fleet.training, "export_weights", "publish"),
         ):
             patch.setattr(engine, method, self._recorded(getattr(engine, method), work))

@@ -14,7 +14,8 @@ from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import ROLLOUT, SUPPORT, rollout_schema
 from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.opening import open_store
-from cairn.tasks.batch.batch import sampling_supports, support_column, train_batch
+from cairn.tasks.batch.batch import sampling_supports, support_column
+from cairn.tasks.batch.source import train_batch
 from cairn.tasks.durable.selection import last_selection
 from tests.storage.builders import rollout_table
 from tests.tasks.generation.test_partial_rollout import PARTIAL

@@ -12,6 +12,7 @@ from cairn.storage.upkeep.verification import verify
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.selection import last_selection, trained_groups
 from cairn.tasks.halves import publish_for_open_halves
+from cairn.tasks.trainer.checkpoint import checkpoint_due
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 ITERATIONS = 7
@@ -22,7 +23,8 @@ def _go_on(run: RunContext, last: int) -> None:
     """From the newest iteration with commits through `last`, removing old files as the driver does."""
     for index in range(run.ledger.last_iteration() or 0, last + 1):
         iteration(run, DirectSteps(run), index)
-        remove_old_files(run, index)
+        if checkpoint_due(run.config, index):
+            remove_old_files(run)
 
 
 @pytest.mark.parametrize(

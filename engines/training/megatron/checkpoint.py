@@ -1,4 +1,4 @@
-"""Storage of a training state in the format of Megatron's dist_checkpointing.
+"""Reading of checkpoints that earlier versions of Cairn wrote, in the format of Megatron's dist_checkpointing.
 
 <folder>/__<rank>_<n>.distcp, .metadata, metadata.json   as Megatron writes them: every rank its own part, readable with
                                 any layout of ranks. Only tensors are ever read from these files: see metadata.py
@@ -7,20 +7,16 @@
 <folder>/megatron_state.json    format, weight version, state digest, and of every file its size and SHA-256; carries
                                 its own digest; written last
 
-Every rank writes its part in files of about `FILE_BYTES` to a folder of its own machine. It copies each file into the
-store while it writes the next. A file is hashed before the copy and not read back.
+This version writes `cairn.engines.training.parts`.
 """
 
 import hashlib
 import logging
-import queue
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +24,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from pydantic import Field
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -44,66 +36,23 @@ from cairn.engines.training.checkpoint import (
     HashedFile,
     check_reference,
     check_trained,
-    read_sealed,
-    write_sealed,
 )
 from cairn.engines.training.megatron.learner import MegatronLearner, Reference
-from cairn.engines.training.megatron.metadata import METADATA, TENSORS, read_metadata, remove_write_ids, write_folder
-from cairn.engines.training.megatron.parameter_state import parameter_state
+from cairn.engines.training.megatron.metadata import METADATA, TENSORS, read_metadata, write_folder
 from cairn.engines.training.megatron.state import own_loaded_state
-from cairn.engines.training.sharding import raise_together, raising_together
+from cairn.engines.training.sharding import raising_together
 from cairn.engines.types.errors import EngineError
-from cairn.storage.store.errors import Damaged, named, naming_full
-from cairn.storage.store.store import Store, StoredFile
+from cairn.storage.store.errors import Damaged
+from cairn.storage.store.store import Store
 
 # It warns of writers in other processes, which are not used here, and of functions that it still calls itself.
 logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
-
-# Transfer of checkpoint files between this machine and a store; files are hashed on this machine.
-
-
-UPLOADS_AT_A_TIME = 4
 
 
 class CheckpointFile(HashedFile):
     """A file of a checkpoint."""
 
     name: str = Field(pattern=r"^((critic|reference)/)?(\.metadata|[A-Za-z0-9_][A-Za-z0-9_.]*)$")
-
-
-class Uploads:
-    """Transfer of files from a folder of this machine into the store, several at a time."""
-
-    def __init__(self, store: Store, folder: str, role: str) -> None:
-        self._store, self._folder, self._below = store, folder, "" if role == "actor" else f"{role}/"
-        self._pool = ThreadPoolExecutor(UPLOADS_AT_A_TIME, thread_name_prefix="checkpoint")
-        self._pending: list[Future[CheckpointFile]] = []
-
-    def __enter__(self) -> "Uploads":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def begin(self, local: Path) -> None:
-        """Start to copy a file into the store; the local file is deleted afterwards."""
-        self._pending.append(self._pool.submit(self._upload, local))
-
-    def end(self, local: Path) -> list[CheckpointFile]:
-        """Copy the remaining files of a folder. Return all files once they are in the store.
-
-        Raises the store's errors.
-        """
-        sent = [pending.result() for pending in self._pending]
-        rest = self._pool.map(self._upload, sorted(local.iterdir()))
-        return sorted([*sent, *rest], key=lambda file: file.name)
-
-    def _upload(self, local: Path) -> CheckpointFile:
-        size, sha256 = _sized_and_hashed(local)
-        name = self._below + local.name
-        self._store.put_file(local, f"{self._folder}/{name}")
-        local.unlink()
-        return CheckpointFile(name=name, bytes=size, sha256=sha256)
 
 
 @contextmanager
@@ -197,66 +146,15 @@ class MegatronState(Described):
         return [file for file in self.files if (file.name.rpartition("/")[0] or "actor") == role]
 
 
-def save(
-    store: Store,
-    folder: str,
-    learners: Mapping[str, MegatronLearner],
-    reference: Reference | None = None,
-    *,
-    weight_version: int,
-    state_digest: str,
-) -> list[StoredFile]:
-    """Write the state of actor and critic, and of a reference that changes; all ranks take part.
-
-    Returns all files on rank 0 and none elsewhere. Raises the store's errors.
-    """
-    device = next(learners["actor"].chunks[0].parameters()).device
-    error: Exception | None = None
-    mine: list[CheckpointFile] = []
-    parts: dict[str, MegatronLearner | Reference] = {**learners}
-    if reference is not None:
-        parts[REFERENCE] = reference
-    for role, part in parts.items():
-        with tempfile.TemporaryDirectory(prefix="cairn-megatron-") as local, Uploads(store, folder, role) as uploads:
-            try:
-                with naming_full(local):
-                    _write(_to_save(part), Path(local), uploads.begin)
-                    if dist.get_rank() == 0:
-                        remove_write_ids(Path(local))
-                mine += uploads.end(Path(local))
-            except Exception as failure:  # raised below, once every rank has come here
-                error = failure
-    raise_together(error, dist.get_world_size(), device)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    files = [file for own in every for file in own]
-    stored: list[StoredFile] = []
-    with raising_together(dist.get_world_size(), device):
-        if dist.get_rank() == 0:
-            state = MegatronState(
-                format=FORMAT,
-                weight_version=weight_version,
-                state_digest=state_digest,
-                use_distributed_optimizer=learners["actor"].optimizer.config.use_distributed_optimizer,
-                files=files,
-                frozen=tuple(sorted(learners["actor"].state.frozen)),
-            )
-            stored = [StoredFile(f"{folder}/{file.name}", file.bytes, file.sha256) for file in files]
-            stored.append(write_sealed(store, f"{folder}/{STATE}", state))
-    return stored
-
-
-def read_description(
-    store: Store, folder: str, learners: Mapping[str, MegatronLearner], reference: Reference | None = None
-) -> MegatronState:
-    """Return the description in a folder, if these learners can load it.
+def check_state(
+    folder: str, state: MegatronState, learners: Mapping[str, MegatronLearner], reference: Reference | None = None
+) -> None:
+    """Check that these learners can load a checkpoint.
 
     Raises:
-        Damaged: the description is missing or altered.
         EngineError: it was written with another setting of `use_distributed_optimizer`, or only one of checkpoint and
             learners has a critic, a reference that changes, or a certain parameter frozen.
     """
-    state = _read(store, folder)
     own = learners["actor"].optimizer.config.use_distributed_optimizer
     if state.use_distributed_optimizer != own:
         raise EngineError(
@@ -271,7 +169,6 @@ def read_description(
         )
     check_reference(folder, bool(state.files_of(REFERENCE)), reference is not None)
     check_trained(folder, learners["actor"].state.frozen ^ set(state.frozen))
-    return state
 
 
 def load(
@@ -291,7 +188,7 @@ def load(
     """
     for role, learner in learners.items():
         learner.set_steps(1)  # Megatron omits a count of 0, and torch's Adam does not load without one
-        wanted = _sharded_state(learner, loading=True)
+        wanted = _sharded_state(learner)
         # The number of optimizers of a model depends on the layout, so everything except tensors is this rank's own. It
         # is not passed to Megatron, which drops empty values. The key separates the tensors from the saved options,
         # with which Megatron would merge them.
@@ -305,7 +202,7 @@ def load(
         fill(reference.chunks, _tensors_of(store, folder, state.files_of(REFERENCE), weights, device))
 
 
-def load_weights(store: Store, folder: str, chunks: Sequence[Any], device: torch.device) -> None:
+def load_weights(store: Store, folder: str, state: MegatronState, chunks: Sequence[Any], device: torch.device) -> None:
     """Replace a model's weights by those of the saved actor, rounded to the model's number format.
 
     The optimizer and layout of the saved state do not matter. All ranks take part.
@@ -313,8 +210,7 @@ def load_weights(store: Store, folder: str, chunks: Sequence[Any], device: torch
     Raises:
         Damaged: a file is missing or altered.
     """
-    files = _read(store, folder).files_of("actor")
-    fill(chunks, _tensors_of(store, folder, files, sharded_weights(chunks), device))
+    fill(chunks, _tensors_of(store, folder, state.files_of("actor"), sharded_weights(chunks), device))
 
 
 def _tensors_of(
@@ -353,10 +249,6 @@ def _in_short(error: BaseException) -> str:
     if "weights_only" in str(error):  # PyTorch suggests to load it without the check
         return "it holds something else instead of a tensor"
     return f"{type(error).__name__}: {error!s:.200}"
-
-
-def _read(store: Store, folder: str) -> MegatronState:
-    return read_sealed(store, folder, STATE, MegatronState, FORMAT)
 
 
 def fill(chunks: Sequence[Any], loaded: Mapping[str, Any]) -> None:
@@ -415,64 +307,14 @@ def sharded_weights(chunks: Sequence[Any], **metadata: bool) -> dict[str, Any]:
     }
 
 
-def _to_save(part: MegatronLearner | Reference) -> dict[str, Any]:
-    return sharded_weights(part.chunks) if isinstance(part, Reference) else _sharded_state(part, loading=False)
-
-
-def _sharded_state(learner: MegatronLearner, *, loading: bool) -> dict[str, Any]:
+def _sharded_state(learner: MegatronLearner) -> dict[str, Any]:
     state = sharded_weights(learner.chunks)
     # A checkpoint stores all layers' tensors of a kind as one tensor, which must be complete. With frozen ones it is
     # not.
     of_moments = sharded_weights(learner.chunks, non_homogeneous_layers=True) if learner.state.frozen else state
-    for part in learner.optimizer.chained_optimizers:
-        if isinstance(part, DistributedOptimizer):
-            part.get_parameter_state_dp_zero = partial(parameter_state, part)
-    optimizer = learner.optimizer.sharded_state_dict(of_moments, is_loading=loading, metadata=dict(_METADATA))
+    optimizer = learner.optimizer.sharded_state_dict(of_moments, is_loading=True, metadata=dict(_METADATA))
     return {**state, "optimizer": optimizer}
 
 
 def _names(chunks: Sequence[Any]) -> list[str]:
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
-
-
-def _write(state: dict[str, Any], folder: Path, written: Callable[[Path], None]) -> None:
-    """Write a state: Megatron plans which rank writes what, and this process writes.
-
-    Megatron's own writers report through a manager, a process that outlives a killed rank, and start only when all
-    tensors of this rank are on the host.
-
-    Args:
-        written: called with every file of tensors once it is complete. A file's tensors are copied to the host only
-            when that file is written.
-    """
-    filesystem_async._results_queue = queue.Queue()
-    size = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state))
-    strategy = TorchDistSaveShardedStrategy(thread_count=1 + size // FILE_BYTES)
-    request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True, async_strategy="mcore")
-    failed: list[Exception] = []
-    if request.async_fn is not None:
-        _, buckets, results = request.async_fn_args
-        transforms, _ = request.async_fn.args
-        done = {}
-        for index, bucket in enumerate(buckets):
-            (host,) = FileSystemWriterAsync.preload_tensors([bucket])
-            write = FileSystemWriterAsync.write_preloaded_data
-            _, done[index] = write(transforms, index, host, None, None, use_fsync=False)
-            if not isinstance(done[index], Exception):
-                written(Path(host[0]))
-        failed = [named(result, folder) for result in done.values() if isinstance(result, Exception)]
-        results.put(failed[0] if failed else done)
-    try:
-        for finalize in request.finalize_fns:
-            finalize()
-    except CheckpointException as errors:  # only the first rank gets the failures of all ranks
-        if not failed:
-            raise EngineError(f"another rank could not write its files: {_first_failure(errors)}") from errors
-    if failed:
-        raise failed[0]
-
-
-def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
-    for value in nested_values(state):
-        if isinstance(data := getattr(value, "data", None), torch.Tensor):
-            yield data

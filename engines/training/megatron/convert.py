@@ -29,12 +29,23 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch.distributed.checkpoint.metadata import Metadata
 
 from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.training.checkpoint import actors_parameter, read_sealed
 from cairn.engines.training.megatron.backend import backend_for
-from cairn.engines.training.megatron.checkpoint import fill, load_weights, read_tensors, sharded_weights
+from cairn.engines.training.megatron.checkpoint import FORMAT as OLDER
+from cairn.engines.training.megatron.checkpoint import (
+    STATE,
+    MegatronState,
+    fill,
+    load_weights,
+    read_tensors,
+    sharded_weights,
+)
 from cairn.engines.training.megatron.folder import FILE_BYTES, write_model_folder
 from cairn.engines.training.megatron.gathering import Replica, gather
 from cairn.engines.training.megatron.metadata import METADATA, TENSORS, read_metadata, write_folder
-from cairn.engines.training.megatron.model import join_groups, load_model
+from cairn.engines.training.megatron.model import Model, join_groups, load_model
+from cairn.engines.training.megatron.weights import regions
+from cairn.engines.training.parts import FORMAT, PartsState, Saved, read_parts
 from cairn.engines.training.process import join_process_group
 from cairn.engines.types.errors import BadModel
 from cairn.storage.store.canonical import from_json
@@ -167,8 +178,18 @@ def export_checkpoint(
         BadModel: the folder `model` cannot be used, or Megatron has no mapping for its model.
         Damaged: a file of the checkpoint is missing or altered.
     """
-    with _whole_model(model, target, dtype, device) as chunks:
-        load_weights(store, checkpoint, chunks, device)
+    state = read_sealed(store, checkpoint, STATE, {FORMAT: PartsState, OLDER: MegatronState})
+    with _whole_model(model, target, dtype, device) as actor:
+        if isinstance(state, PartsState):
+            saved = Saved.open(store, checkpoint, state, 1, device)
+            weights = (
+                part
+                for parameter in actor.parameters
+                for part in regions("parameters.", parameter.blocks, parameter.value.detach().view(-1))
+            )
+            read_parts(store, saved, weights, 1, device, actors_parameter)
+        else:
+            load_weights(store, checkpoint, state, actor.chunks, device)
 
 
 def export_torch_dist(folder: Path, model: Path, target: Path, *, dtype: str, device: torch.device) -> None:
@@ -182,18 +203,18 @@ def export_torch_dist(folder: Path, model: Path, target: Path, *, dtype: str, de
             another one.
         Damaged: a file of the checkpoint is not what Megatron writes.
     """
-    with _whole_model(model, target, dtype, device) as chunks:
-        load_torch_dist(folder, chunks)
+    with _whole_model(model, target, dtype, device) as actor:
+        load_torch_dist(folder, actor.chunks)
 
 
 @contextmanager
-def _whole_model(model: Path, target: Path, dtype: str, device: torch.device) -> Iterator[list[Any]]:
-    """Yield the chunks of a model to fill, on this rank alone. Write the model folder once they are filled."""
+def _whole_model(model: Path, target: Path, dtype: str, device: torch.device) -> Iterator[Model]:
+    """Yield a model to fill, on this rank alone. Write the model folder once they are filled."""
     training = TrainingConfig.model_validate({"engine": "megatron", "dtype": dtype})
     join_process_group(1)
     join_groups(training)
     actor = load_model(model, training, backend_for(device), trained=False)
-    yield actor.chunks
+    yield actor
     buckets = gather(
         actor.parameters,
         Replica.agree(actor.parameters),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.processes.fingerprint import MEGATRON
 from cairn.engines.training.batching import MicroBatch, pack_micro_batches
+from cairn.engines.training.checkpoint import Described, Holds
 from cairn.engines.training.collate import Tokens
 from cairn.engines.training.exactly_once import ExactlyOnceEngine
 from cairn.engines.training.losses.objective import Metrics, objective
@@ -28,13 +29,14 @@ from cairn.engines.training.megatron.passes import Passes
 from cairn.engines.training.megatron.state import Memory
 from cairn.engines.training.needs import has_critic, teacher_top_k, untrained_models
 from cairn.engines.training.packing import padded_length
+from cairn.engines.training.parts import NamedParts
 from cairn.engines.training.process import join_process_group, prepare_process
 from cairn.engines.training.sharding import raising_together
 from cairn.engines.training.top_k import row_shape
 from cairn.engines.training.vocabulary import Part, Softmax, read_log_probs
 from cairn.engines.weights.buckets import Bucket
 from cairn.engines.weights.fingerprint import digest
-from cairn.storage.store.store import Store, StoredFile
+from cairn.storage.store.store import Store
 
 
 class Policy:
@@ -77,6 +79,8 @@ class MegatronEngine(ExactlyOnceEngine):
     """
 
     _packages = MEGATRON
+    _description = checkpoint.STATE
+    _older: ClassVar = {checkpoint.FORMAT: checkpoint.MegatronState}
 
     def __init__(
         self,
@@ -149,25 +153,6 @@ class MegatronEngine(ExactlyOnceEngine):
         weights = chain.from_iterable(bucket.items() for bucket in self.export_weights(FILE_BYTES))
         write_model_folder(self._folder, weights, folder, dtype=self._dtype, write=self._rank == 0)
 
-    def save(self, store: Store, folder: str) -> list[StoredFile]:
-        self._require_ready()
-        return checkpoint.save(
-            store,
-            folder,
-            self._learners,
-            self._reference,
-            weight_version=self._version,
-            state_digest=self.state_digest(),
-        )
-
-    def load(self, store: Store, folder: str) -> None:
-        self._require_onloaded()
-        with raising_together(self._world_size, self._device):
-            state = checkpoint.read_description(store, folder, self._learners, self._reference)
-        self._interrupted = "load"
-        checkpoint.load(store, folder, state, self._learners, self._reference, self._device)
-        self._end_load(folder, weight_version=state.weight_version, state_digest=state.state_digest)
-
     def offload(self) -> None:
         self._require_intact()
         if not self._offloaded:
@@ -186,6 +171,26 @@ class MegatronEngine(ExactlyOnceEngine):
 
     def health(self) -> dict[str, Any]:
         return {"engine": "megatron", **super().health()}
+
+    def _parts(self, *, owned: bool) -> NamedParts:
+        for learner in self._learners.values():
+            yield from learner.state.parts(owned=owned)
+        if self._reference is not None:
+            yield from self._reference.parts(owned=owned)
+
+    def _has(self) -> Holds:
+        return Holds(None, self._actor.state.frozen, "critic" in self._learners, self._reference is not None)
+
+    def _load_older(self, store: Store, folder: str, state: Described) -> None:
+        assert isinstance(state, checkpoint.MegatronState)
+        with raising_together(self._world_size, self._device):
+            checkpoint.check_state(folder, state, self._learners, self._reference)
+        self._interrupted = "load"
+        checkpoint.load(store, folder, state, self._learners, self._reference, self._device)
+
+    def _filled(self) -> None:
+        for learner in self._learners.values():
+            learner.state.filled()
 
     def _compute_digest(self) -> str:
         parts = [learner.state.fingerprints() for learner in self._learners.values()]

@@ -16,7 +16,13 @@ FILE_BYTES = 4 << 30
 
 
 def write_model_folder(
-    source: Path, weights: Iterable[tuple[str, torch.Tensor]], folder: Path, *, dtype: torch.dtype, write: bool
+    source: Path,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    write: bool,
+    with_images: bool = False,
 ) -> None:
     """Write weights, with the config and the untrained layers (see `cairn.engines.models.published`) of their source.
 
@@ -27,6 +33,7 @@ def write_model_folder(
         weights: by their names in the files of `source`.
         dtype: number format of the weights, for config.json.
         write: False on a rank that only takes part in gathering.
+        with_images: whether the part of the model that sees images is among the weights.
     """
     files: dict[str, list[str]] = {}
     total = 0
@@ -47,7 +54,7 @@ def write_model_folder(
             (folder / name).rename(folder / whole_name)
         weight_map = {tensor: final[name] for name, tensors in files.items() for tensor in tensors}
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
-    config = read_config(source).get_text_config()  # images' part is not among the weights
+    config = read_config(source) if with_images else read_config(source).get_text_config()
     config.dtype = dtype
     save_config(config, source, folder)
     copy_mtp_layers(source, folder, dtype)

@@ -14,7 +14,8 @@ from cairn.engines.training.megatron.model import Model, build_optimizer, clip_g
 from cairn.engines.training.megatron.passes import Objective, Passes, Reading
 from cairn.engines.training.megatron.routers import Balance, Replay
 from cairn.engines.training.megatron.state import Fingerprints, Piece, State, sharded_fingerprints
-from cairn.engines.training.megatron.weights import Ownership
+from cairn.engines.training.megatron.weights import Block, Ownership, Parameter, regions
+from cairn.engines.training.parts import NamedParts
 from cairn.engines.types.types import TrainBatch
 
 
@@ -35,6 +36,12 @@ class Reference:
         for parameter, value in zip(self._parameters, actor.values, strict=True):
             parameter.value.copy_(value)
 
+    def parts(self, *, owned: bool) -> NamedParts:
+        """Return the parts of whole tensors that this rank holds, or with `owned` those that it owns."""
+        for parameter in self._parameters:
+            blocks = self._owned(parameter) if owned else parameter.blocks
+            yield from regions(f"{REFERENCE}.", blocks, parameter.value.detach().view(-1))
+
     def fingerprints(self) -> Fingerprints:
         """Return the fingerprints of all whole tensors, named as in `cairn.engines.training.sharding.state_digest`.
 
@@ -44,12 +51,14 @@ class Reference:
 
         def pieces() -> Iterator[Piece]:
             for parameter, value in zip(self._parameters, values, strict=True):
-                blocks = [block for block in parameter.blocks if self._ownership.owner(block) == dist.get_rank()]
-                yield Piece(kind, value.reshape(-1), 0, blocks)
+                yield Piece(kind, value.reshape(-1), 0, self._owned(parameter))
 
         return sharded_fingerprints(
             pieces(), {kind: self._ownership.tensors()}, self._ownership, str(values[0].dtype), values[0].device
         )
+
+    def _owned(self, parameter: Parameter) -> list[Block]:
+        return [block for block in parameter.blocks if self._ownership.owner(block) == dist.get_rank()]
 
 
 class MegatronLearner:

@@ -72,17 +72,6 @@ def write_folder(folder: Path, metadata: Metadata) -> None:
     torch.save({}, folder / "common.pt")
 
 
-def remove_write_ids(folder: Path) -> None:
-    """Remove the location and PyTorch's random number of the write from the `.metadata` that this process just wrote.
-
-    Equal states then have equal bytes in every file of their checkpoints.
-    """
-    file = folder / METADATA
-    metadata: Metadata = pickle.loads(file.read_bytes())
-    metadata.storage_meta = None
-    file.write_bytes(pickle.dumps(metadata))
-
-
 class _Record:
     """An object of a pickle: the arguments of its class or function, and its state."""
 

@@ -12,8 +12,9 @@ from torch.nn import functional
 
 from cairn.engines.training.megatron.gathering import Replica, gather
 from cairn.engines.training.megatron.model import replicas
-from cairn.engines.training.megatron.weights import Block, Ownership, Parameter
+from cairn.engines.training.megatron.weights import Block, Ownership, Parameter, regions
 from cairn.engines.training.optimizer import MOMENTS
+from cairn.engines.training.parts import NamedParts
 from cairn.engines.weights.buckets import Bucket
 from cairn.engines.weights.fingerprint import digest, fingerprint
 
@@ -220,6 +221,19 @@ def own_loaded_state(optimizer: Any) -> None:
             part.optimizer._sync_sub_optimizers_state_to_hdo()
 
 
+@dataclass(frozen=True)
+class _Held:
+    """Consecutive elements of one kind of a parameter's state."""
+
+    kind: str
+    parameter: Parameter
+    values: torch.Tensor
+    start: int
+    """Number of the parameter's elements before them."""
+    replicated: bool
+    """Whether all replicas of the parameter hold the same."""
+
+
 class State:
     """Master weights and moments, float32, of this rank's parameters; frozen parameters have neither."""
 
@@ -267,7 +281,7 @@ class State:
                 values = parameter.value.detach()
                 for dtype in (*(() if parameter.exact else dtypes), torch.float32):
                     values = values.to(dtype)
-                yield Piece("", values.reshape(-1), 0, self._owned(parameter))
+                yield Piece("", values.reshape(-1), 0, self._owned(parameter, [self._rank]))
 
         kinds = {"": self._ownership.tensors()}
         return digest(*sharded_fingerprints(pieces(), kinds, self._ownership, "float32", self._device))
@@ -301,6 +315,32 @@ class State:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
             group["weight_decay"] = weight_decay * group["wd_mult"]
+
+    def parts(self, *, owned: bool) -> NamedParts:
+        """Return the parts of whole tensors that this rank holds, or with `owned` those that it writes. What all
+        replicas hold they write in equal shares."""
+        for held in self._held():
+            replicas_of_it = self._replicas[held.parameter.expert]
+            blocks = self._owned(held.parameter, replicas_of_it) if owned else held.parameter.blocks
+            for region, values in regions(held.kind, blocks, held.values, held.start):
+                first, last = 0, len(region)
+                if owned and held.replicated:
+                    place, count = replicas_of_it.index(self._rank), len(replicas_of_it)
+                    first, last = len(region) * place // count, len(region) * (place + 1) // count
+                yield region.part(first, last), values[first:last]
+
+    def filled(self) -> None:
+        """Make the weights of the passes from master weights that were replaced in their place; all ranks take part."""
+        for part in self._optimizer.chained_optimizers:
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                for value, inner in part.optimizer.param_to_inner_param.items():
+                    source, copy = (inner, value) if part.optimizer.param_update_in_fp32 else (value, inner)
+                    if copy is not source:
+                        copy.data.copy_(source)
+            if hasattr(part, "_copy_main_params_to_model_params"):
+                part._copy_main_params_to_model_params()
+            if isinstance(part, DistributedOptimizer):
+                part.start_param_sync_for_bucket_group_subset()
 
     def forget_moments(self) -> None:
         """Set the moments to zero."""
@@ -351,37 +391,34 @@ class State:
         With the distributed optimizer these are its own part of what its replicas hold together, otherwise everything
         that it owns.
         """
+        for held in self._held():
+            owners = [self._rank] if held.replicated else self._replicas[held.parameter.expert]
+            yield Piece(held.kind, held.values.float(), held.start, self._owned(held.parameter, owners))
+
+    def _held(self) -> "Iterator[_Held]":
+        """Yield the whole state as this rank holds it."""
         by_parameter: dict[torch.Tensor, Parameter] = {p.value: p for p in self._parameters}
         for parameter in self._parameters:
             if not parameter.trained:
-                yield Piece(
-                    self._kinds["param"], parameter.value.detach().float().reshape(-1), 0, self._owned(parameter)
-                )
+                yield _Held(self._kinds["param"], parameter, parameter.value.detach().view(-1), 0, True)
         for part in self._optimizer.chained_optimizers:
             if isinstance(part, DistributedOptimizer):
                 for value in part.model_param_group_index_map:
-                    parameter = by_parameter[value]
                     span = part._get_model_param_range_map(value)["param"]
                     tensors = part._get_main_param_and_optimizer_states(value)
-                    yield from self._pieces_of(parameter, tensors, span.start, self._replicas[parameter.expert])
+                    for name, kind in self._kinds.items():
+                        yield _Held(kind, by_parameter[value], tensors[name].detach().view(-1), span.start, False)
             else:
                 for group in part.optimizer.param_groups:
                     for main in group["params"]:
                         parameter = by_parameter[self._model_parameter(part, main)]
                         tensors = {"param": main, **part.optimizer.state[main]}
-                        yield from self._pieces_of(parameter, tensors, 0, [self._rank])
+                        for name, kind in self._kinds.items():
+                            yield _Held(kind, parameter, tensors[name].detach().view(-1), 0, True)
 
-    def _owned(self, parameter: Parameter, owners: Sequence[int] | None = None) -> list[Block]:
-        """Return the blocks owned by one of the `owners` ranks, by default by this rank."""
-        ranks = [self._rank] if owners is None else owners
-        return [block for block in parameter.blocks if self._ownership.owner(block) in ranks]
-
-    def _pieces_of(
-        self, parameter: Parameter, tensors: dict[str, torch.Tensor], start: int, owners: Sequence[int]
-    ) -> Iterator[Piece]:
-        blocks = self._owned(parameter, owners)
-        for name, kind in self._kinds.items():
-            yield Piece(kind, tensors[name].detach().reshape(-1), start, blocks)
+    def _owned(self, parameter: Parameter, owners: Sequence[int]) -> list[Block]:
+        """Return the blocks owned by one of the `owners` ranks."""
+        return [block for block in parameter.blocks if self._ownership.owner(block) in owners]
 
     def _model_parameter(self, part: Any, main: torch.Tensor) -> torch.Tensor:
         if not hasattr(part, "float16_groups"):

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from cairn.engines.models.folders import open_weights
 from cairn.engines.models.quantized import Slice
 from cairn.engines.training.megatron.families.base import Layout, Source, Stretch
+from cairn.engines.training.regions import Region
 from cairn.engines.types.errors import BadModel
 
 
@@ -84,6 +85,36 @@ class Parameter:
     def matrix(self) -> torch.Tensor:
         """[rows, columns] of the value."""
         return as_matrix(self.value.detach())
+
+
+def regions(
+    kind: str, blocks: Iterable[Block], values: torch.Tensor, start: int = 0
+) -> Iterator[tuple[Region, torch.Tensor]]:
+    """Yield the parts of whole tensors, named `kind` and the tensor's name, that consecutive elements of a parameter's
+    flattened local value are, as views.
+
+    Args:
+        start: number of the parameter's elements before the first of `values`.
+    """
+    for block in blocks:
+        size = block.height * block.width
+        first = block.local_row * (block.height if block.transposed else block.width)
+        begin, end = max(start, first), min(start + len(values), first + size)
+        if begin < end:
+            region = Region(
+                kind + block.name,
+                block.whole_shape,
+                block.columns,
+                block.row,
+                block.column,
+                block.height,
+                block.width,
+                begin - first,
+                end - first,
+                block.step,
+                block.transposed,
+            )
+            yield region, values[begin - start : end - start]
 
 
 @dataclass(frozen=True)

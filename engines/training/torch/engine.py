@@ -5,10 +5,11 @@ from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
@@ -20,26 +21,30 @@ from cairn.engines.models.routing import RouteReplay
 from cairn.engines.training.batching import MicroBatch, pack_micro_batches, plan_micro_batches
 from cairn.engines.training.checkpoint import (
     FILE_BYTES,
+    FORMAT,
     REFERENCE,
+    STATE,
+    Described,
+    Holds,
     NamedTensors,
+    TrainingState,
     check_reference,
     check_trained,
     frozen_in,
-    gather_files,
     in_buckets,
-    read_description,
     read_state,
-    write_state,
 )
 from cairn.engines.training.exactly_once import ExactlyOnceEngine
 from cairn.engines.training.freezing import freeze
 from cairn.engines.training.losses.objective import objective
 from cairn.engines.training.losses.value import value_objective
 from cairn.engines.training.needs import has_critic, teacher_top_k, untrained_models
+from cairn.engines.training.parts import NamedParts
 from cairn.engines.training.process import join_process_group, prepare_process
+from cairn.engines.training.regions import Region
 from cairn.engines.training.sharding import (
     copy_part,
-    raise_together,
+    local_part,
     raising_together,
     shard_model,
     state_digest,
@@ -63,7 +68,7 @@ from cairn.engines.training.torch.passes import (
 from cairn.engines.training.value_model import load_value_model
 from cairn.engines.types.types import TrainBatch
 from cairn.engines.weights.buckets import Bucket
-from cairn.storage.store.store import Store, StoredFile
+from cairn.storage.store.store import Store
 
 
 class TorchEngine(ExactlyOnceEngine):
@@ -73,6 +78,9 @@ class TorchEngine(ExactlyOnceEngine):
     weights, made by FSDP2's mixed precision. So log-probs are those of a rollout engine that holds bfloat16. The model
     stays in evaluation mode: dropout would make log-probs differ from the rollout's.
     """
+
+    _description = STATE
+    _older: ClassVar = {FORMAT: TrainingState}
 
     def __init__(
         self,
@@ -155,34 +163,6 @@ class TorchEngine(ExactlyOnceEngine):
             if self._rank == 0:
                 save_adapters(self._model, adapters, folder / "adapter")
 
-    def save(self, store: Store, folder: str) -> list[StoredFile]:
-        self._require_ready()
-        digest = self.state_digest()
-        written: list[StoredFile] = []
-        error: Exception | None = None
-        files = gather_files(self._state(), keep=self._rank == 0)
-        try:
-            if self._rank == 0:
-                written = write_state(store, folder, files, weight_version=self._version, state_digest=digest)
-        except Exception as failure:  # raised below, once the other ranks are free
-            error = failure
-        for _ in files:  # every rank must take part to the end
-            pass
-        raise_together(error, self._world_size, self._device)
-        return written
-
-    def load(self, store: Store, folder: str) -> None:
-        self._require_onloaded()
-        with raising_together(self._world_size, self._device):
-            state = read_description(store, folder)
-            check_reference(folder, REFERENCE in {file.kind for file in state.files}, self._reference is not None)
-            actor = self._learners["actor"]
-            check_trained(folder, (frozen_in(state) ^ actor.frozen) & actor.names)
-            self._interrupted = "load"
-            with torch.no_grad():
-                read_state(store, folder, state, self._state())
-        self._end_load(folder, weight_version=state.weight_version, state_digest=state.state_digest)
-
     def offload(self) -> None:
         self._require_intact()
         if not self._offloaded:
@@ -204,6 +184,30 @@ class TorchEngine(ExactlyOnceEngine):
             (f"{kind}.{name}", tensor) for kind, tensors in self._state().items() for name, tensor in tensors
         ]
         return state_digest(named_tensors, self._version, self._world_size)
+
+    def _parts(self, *, owned: bool) -> NamedParts:
+        for kind, tensors in self._state().items():
+            for name, tensor in tensors:
+                local, offset = local_part(tensor)
+                if owned and self._rank and not isinstance(tensor, DTensor):
+                    continue  # the first rank writes what all have whole
+                columns = max(1, tensor.numel() // max(1, tensor.shape[0] if tensor.dim() else 1))
+                rows = offset // columns, local.numel() // columns
+                yield Region.rows(f"{kind}.{name}", tuple(tensor.shape), *rows), local.detach().view(-1)
+
+    def _has(self) -> Holds:
+        actor = self._learners["actor"]
+        return Holds(actor.names, actor.frozen, "critic" in self._learners, self._reference is not None)
+
+    def _load_older(self, store: Store, folder: str, state: Described) -> None:
+        assert isinstance(state, TrainingState)
+        with raising_together(self._world_size, self._device):
+            check_reference(folder, REFERENCE in {file.kind for file in state.files}, self._reference is not None)
+            actor = self._learners["actor"]
+            check_trained(folder, (frozen_in(state) ^ actor.frozen) & actor.names)
+            self._interrupted = "load"
+            with torch.no_grad():
+                read_state(store, folder, state, self._state())
 
     def _models(self) -> list[PreTrainedModel]:
         return [*(learner.model for learner in self._learners.values()), *self._frozen]

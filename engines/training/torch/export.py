@@ -13,8 +13,18 @@ from transformers.utils import GENERATION_CONFIG_NAME, logging
 from cairn.configs.schema.training import LoraConfig
 from cairn.engines.models.folders import load_causal_lm, save_config
 from cairn.engines.models.published import Part, biases_of, published_parts, saved_buffers, writes_other_names
-from cairn.engines.training.checkpoint import FILE_BYTES, actors_parameters, read_description, read_state
+from cairn.engines.training.checkpoint import (
+    FILE_BYTES,
+    STATE,
+    TrainingState,
+    actors_parameter,
+    read_sealed,
+    read_state,
+)
+from cairn.engines.training.checkpoint import FORMAT as OLDER
 from cairn.engines.training.mtp import copy_mtp_layers
+from cairn.engines.training.parts import FORMAT, PartsState, Saved, read_parts
+from cairn.engines.training.regions import Region
 from cairn.engines.training.sharding import Piece, gather_shards, local_part, sharded_weights_checksum
 from cairn.engines.training.torch.lora import add_adapters, base_parameters, merged_parameters, save_adapters
 from cairn.storage.store.store import Store
@@ -102,6 +112,10 @@ def save_model_folder(model: PreTrainedModel, weights: dict[str, torch.Tensor], 
 CPU = torch.device("cpu")
 
 
+def _of_actor(kind: str, name: str) -> bool:
+    return actors_parameter(f"{kind}.{name}")
+
+
 def export_checkpoint(
     store: Store,
     checkpoint: str,
@@ -130,10 +144,21 @@ def export_checkpoint(
     if lora.r:
         add_adapters(actor, lora)
     trained = [(name, parameter.detach()) for name, parameter in actor.named_parameters() if parameter.requires_grad]
-    state = read_description(store, checkpoint)
-    saved = {name for file in state.files for name in file.tensors}
-    trained += [(name, bias) for name, bias in biases_of(actor) if name in saved]  # biases that steps have moved
-    read_state(store, checkpoint, state, {"parameters": trained}, actors_parameters)
+    state = read_sealed(store, checkpoint, STATE, {FORMAT: PartsState, OLDER: TrainingState})
+    if isinstance(state, PartsState):
+        saved = Saved.open(store, checkpoint, state, 1, CPU)
+        names = {name.removeprefix("parameters.") for name in saved.shapes if actors_parameter(name)}
+    else:
+        names = {name for file in state.files for name in file.tensors}
+    trained += [(name, bias) for name, bias in biases_of(actor) if name in names]  # biases that steps have moved
+    if isinstance(state, PartsState):
+        parts = [
+            (Region.rows(f"parameters.{name}", tuple(tensor.shape), 0, max(1, len(tensor))), tensor.view(-1))
+            for name, tensor in trained
+        ]
+        read_parts(store, saved, parts, 1, CPU, actors_parameter)
+    else:
+        read_state(store, checkpoint, state, {"parameters": trained}, _of_actor)
     if adapter:
         save_adapters(actor, dict(trained), target)
     else:

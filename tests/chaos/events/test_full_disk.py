@@ -73,9 +73,8 @@ def filling(
 
     def tell(event: StepStarted | StepCommitted | Message) -> None:
         if isinstance(event, StepStarted) and (event.iteration, event.step) == (1, step):
-            # A checkpoint is of three files of weights; the first finds room.
-            weights = [file.stat().st_size for file in store.rglob("parameters-*.safetensors")]
-            fill(disk, leaving=weights[0] * 3 // 2 if step is Step.CHECKPOINT else 0)
+            weights = [file.stat().st_size for file in store.rglob("*.part")]
+            fill(disk, leaving=weights[0] // 2 if step is Step.CHECKPOINT else 0)
         emit(event)
 
     return tell

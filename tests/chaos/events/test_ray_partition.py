@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from cairn.storage.ledger.commits import Step
-from tests.chaos.faults import Fault, engines_of
+from tests.chaos.faults import Fault, three_engines
 from tests.chaos.oracle import differences, survivors
 from tests.chaos.runs import Disturbed, Driver
 from tests.far_machine import Far, cluster, why_not
@@ -120,8 +120,3 @@ def part(run: Disturbed, driver: Driver, events: Sequence[Fault], far: Far) -> s
     for engine in engines:
         engine.resume()
     return engines
-
-
-def three_engines(raylet: psutil.Process) -> set[psutil.Process]:
-    """Those of a run; while Ray gives one another title it is not seen."""
-    return wait_for(lambda: len(found := {*engines_of(raylet)}) == 3 and found)

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from cairn.engines.fleet import cluster
-from cairn.engines.fleet.cluster import HEAD, Cluster, ClusterError
+from cairn.engines.fleet.cluster import HEAD, RECONNECT_TIMEOUT, Cluster, ClusterError, _start, head_timeout
 from cairn.engines.fleet.reaper import end_processes_writing_in, processes_writing_in
 from tests.engines.training.builders import model_folder
 from tests.ray_fixtures import ray_head
@@ -251,6 +251,27 @@ def test_an_address_where_nothing_answers_is_refused_with_the_way_out() -> None:
 def test_a_ray_client_address_is_refused_with_the_way_out() -> None:
     with pytest.raises(ClusterError, match="set host:port or auto"):
         Cluster.open("ray://127.0.0.1:10001", num_cpus=1, object_store_memory=1, timeout=30)
+
+
+def test_a_cluster_of_its_own_is_refused_where_it_would_take_up_the_state_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_REDIS_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ClusterError, match="Set it for `ray start --head` alone"):
+        _start(1, 1, 30, None)
+
+
+def test_a_silent_head_is_given_up_before_ray_ends_this_process_or_its_raylet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RECONNECT_TIMEOUT, raising=False)
+    with subprocess.Popen(["sleep", "60"], env={RECONNECT_TIMEOUT: "300"}) as process:
+        raylet = psutil.Process(process.pid)
+        wait_for(lambda: RECONNECT_TIMEOUT in raylet.environ())
+        assert head_timeout([]) == 40
+        assert head_timeout([raylet]) == 40
+        monkeypatch.setenv(RECONNECT_TIMEOUT, "600")
+        assert head_timeout([]) == 580
+        assert head_timeout([raylet]) == 280
+        process.kill()
 
 
 def test_a_process_has_one_cluster_which_ends_with_its_last_user(ray_cluster: Cluster) -> None:

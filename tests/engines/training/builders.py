@@ -1,7 +1,7 @@
 """Tiny models, batches and engines."""
 
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.training.torch.engine import TorchEngine
+from cairn.engines.types.batches import BatchOutline
 from cairn.engines.types.types import Completion, SamplingSupport, TrainBatch
 
 VOCABULARY = 321  # odd: it does not divide evenly over ranks
@@ -221,3 +222,47 @@ def sampled_tokens(
 
 def weights_of(engine: TorchEngine) -> dict[str, torch.Tensor]:
     return {name: tensor for bucket in engine.export_weights(1 << 30) for name, tensor in bucket.items()}
+
+
+@dataclass(frozen=True)
+class InParts:
+    """A source and a reader of a batch that lies in parts: part p has every sequence p + n · parts."""
+
+    whole: TrainBatch
+    parts: int
+
+    def open(self) -> "InParts":
+        return self
+
+    def sizes(self, part: int) -> BatchOutline:
+        return BatchOutline.of(self.whole)
+
+    def outline(self, sizes: Sequence[BatchOutline]) -> BatchOutline:
+        return sizes[-1]
+
+    def rows(self, part: int, wanted: Sequence[Collection[int]]) -> list[dict[int, dict[str, Any]]]:
+        sequences = range(part, len(self.whole), self.parts)
+        return [{i: self._row(i) for i in sequences if i in own} for own in wanted]
+
+    def batch(self, rows: Sequence[dict[int, dict[str, Any]]], own: Collection[int]) -> TrainBatch:
+        held = {i: row for part in rows for i, row in part.items()}
+        assert held.keys() == {*own}
+        lists = {
+            name: [held[i][name] if i in held else None for i in range(len(self.whole))] for name in self._per_row()
+        }
+        return replace(self.whole, **lists)
+
+    def _per_row(self) -> list[str]:
+        shared = ("response_lengths", "groups", "samples")
+        names = [field.name for field in fields(self.whole) if field.name not in shared]
+        return [name for name in names if isinstance(getattr(self.whole, name), list)]
+
+    def _row(self, sequence: int) -> dict[str, Any]:
+        return {name: getattr(self.whole, name)[sequence] for name in self._per_row()}
+
+
+class Kept:
+    """A writer of scores that returns them."""
+
+    def write(self, reader: Any, batch: TrainBatch, scores: Any) -> Any:
+        return scores

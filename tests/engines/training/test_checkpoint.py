@@ -1,17 +1,19 @@
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load as load_safetensors
 
-from cairn.engines.training.checkpoint import in_buckets, read_description, write_state
+from cairn.engines.training import parts
+from cairn.engines.training.checkpoint import in_buckets
 from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.types.errors import EngineError
 from cairn.storage.opening import open_store
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store
 from tests.engines.training.builders import make_batch, make_engine, model_folder
+from tests.older_checkpoints import save_torch, write_state
 
 BATCH = make_batch(4)
 
@@ -33,10 +35,15 @@ def trained(folder: Path, steps: int = 2) -> TorchEngine:
     return engine
 
 
-def test_a_loaded_engine_goes_on_bitwise_where_the_saved_one_stood(folder: Path, store: Store) -> None:
+@pytest.mark.parametrize("older", [False, True])
+def test_a_loaded_engine_goes_on_bitwise_where_the_saved_one_stood(folder: Path, store: Store, older: bool) -> None:
     engine = trained(folder)
-    files = engine.save(store, "a/b")
-    assert {file.path: (file.bytes, file.sha256) for file in files} == {p: store.sha256(p) for p in store.find("a/b")}
+    if older:
+        save_torch(engine, store, "a/b")
+    else:
+        files = engine.save(store, "a/b")
+        found = {file.path: (file.bytes, file.sha256) for file in files}
+        assert found == {path: store.sha256(path) for path in store.find("a/b")}
     other = make_engine(folder)
     other.load(store, "a/b")
     position = other.position()
@@ -47,23 +54,58 @@ def test_a_loaded_engine_goes_on_bitwise_where_the_saved_one_stood(folder: Path,
     assert results[0].metrics == results[1].metrics
 
 
-def test_files_are_safetensors_under_hugging_face_names_and_small_enough(
+def test_a_copy_is_of_the_state_it_was_made_of_whatever_is_trained_since(folder: Path, store: Store) -> None:
+    engine = trained(folder)
+    digest = engine.state_digest()
+    size = engine.copy_state()
+    engine.train(BATCH, num_steps=1, expected_version=2, input_digest="d")
+    files = engine.write_copy(store, "c")
+    engine.describe_copy(store, "c", files[-1:])
+    assert sum(file.bytes for file in files[:-1]) == size
+    other = make_engine(folder)
+    other.load(store, "c")
+    assert other.position().state_digest == digest != engine.state_digest()
+    engine.drop_copy()
+    with pytest.raises(EngineError, match="holds no copy"):
+        engine.write_copy(store, "c")
+
+
+class Counting:
+    """A store that notes the ranges that are read of it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.ranges: list[tuple[str, int, int]] = []
+
+    def read_range(self, path: str, start: int, end: int) -> bytes:
+        self.ranges.append((path, start, end))
+        return self._store.read_range(path, start, end)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_files_are_read_by_ranges_and_every_byte_once(
     folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cairn.engines.training.checkpoint.FILE_BYTES", 100_000)
+    monkeypatch.setattr(parts, "FILE_BYTES", 100_000)
+    monkeypatch.setattr(parts, "CHUNK_BYTES", 4_000)
+    monkeypatch.setattr(parts, "RANGE_BYTES", 20_000)
     engine = trained(folder)
     engine.save(store, "c")
-    tensors = {"parameters": {}, "exp_avg": {}, "exp_avg_sq": {}}  # type: dict[str, dict[str, torch.Tensor]]
-    description = read_description(store, "c")
-    assert len(description.files) > 6
-    for file in description.files:
-        content = load_safetensors(store.read(f"c/{file.name}"))
-        assert sum(t.nbytes for t in content.values()) <= 100_000
-        tensors[file.kind] |= content
-    for kind in tensors.values():
-        assert set(kind) == {name for name, _ in engine._model.named_parameters()}
-    monkeypatch.undo()
-    make_engine(folder).load(store, "c")
+    sizes = {path: size for path, size in store.find("c").items() if path.endswith(".part")}
+    assert len(sizes) > 6
+    assert max(sizes.values()) <= 100_000
+    counting: Any = Counting(store)
+    other = make_engine(folder)
+    other.load(counting, "c")
+    assert other.state_digest() == engine.state_digest()
+    read: dict[str, int] = {}
+    for path, start, end in sorted(counting.ranges):
+        assert start == read.get(path, 0)
+        assert end - start <= 20_000
+        read[path] = end
+    assert read == sizes
 
 
 def truncate(store: Store, path: str) -> None:
@@ -80,9 +122,7 @@ def remove(store: Store, path: str) -> None:
     store.delete(path)
 
 
-@pytest.mark.parametrize(
-    "name", ["parameters-00000.safetensors", "exp_avg_sq-00000.safetensors", "training_state.json"]
-)
+@pytest.mark.parametrize("name", ["00000-00000.part", "00000.index.json", "training_state.json"])
 @pytest.mark.parametrize("damage", [truncate, flip, remove])
 def test_a_damaged_file_is_named_and_the_engine_serves_nothing_half_loaded(
     folder: Path, store: Store, damage: Callable[[Store, str], None], name: str
@@ -92,7 +132,7 @@ def test_a_damaged_file_is_named_and_the_engine_serves_nothing_half_loaded(
     engine = make_engine(folder)
     with pytest.raises(Damaged, match=name):
         engine.load(store, "c")
-    if name != "training_state.json":
+    if name == "00000-00000.part":
         with pytest.raises(EngineError, match="load a checkpoint"):
             engine.position()
     trained(folder).save(store, "c")
@@ -100,26 +140,51 @@ def test_a_damaged_file_is_named_and_the_engine_serves_nothing_half_loaded(
     assert engine.position().weight_version == 2
 
 
+def write_changed(engine: TorchEngine, store: Store, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Write a checkpoint of other tensors than the engine's, by their whole names."""
+    tensors = {f"{kind}.{name}": t.detach().clone() for kind, named in engine._state().items() for name, t in named}
+    change(tensors)
+    regions = [
+        (parts.Region.rows(name, tuple(tensor.shape), 0, len(tensor)), tensor.view(-1))
+        for name, tensor in tensors.items()
+    ]
+    copy = parts.copy_to_host(regions, rank=0, weight_version=2, state_digest=engine.state_digest())
+    *_, index = parts.write_copy(store, "c", copy)
+    path = "c/training_state.json"
+    parts.write_description(store, path, [index], weight_version=2, state_digest=engine.state_digest())
+
+
 def test_a_state_other_than_the_digest_says_is_refused(folder: Path, store: Store) -> None:
     engine = trained(folder)
-    files = [(kind, {n: t.clone() for n, t in tensors}) for kind, tensors in engine._state().items()]
-    files[1][1]["model.norm.weight"][3] += 1e-7
-    write_state(store, "c", files, weight_version=2, state_digest=engine.state_digest())
+    write_changed(engine, store, lambda tensors: tensors["exp_avg.model.norm.weight"][3].add_(1e-7))
     with pytest.raises(Damaged, match=f"{engine.state_digest()} was saved"):
         make_engine(folder).load(store, "c")
 
 
 def test_tensors_that_do_not_fit_the_model_are_named(folder: Path, store: Store) -> None:
+    engine, norm = trained(folder), "model.norm.weight"
+
+    def load(change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+        write_changed(engine, store, change)
+        make_engine(folder).load(store, "c")
+
+    with pytest.raises(Damaged, match=rf"lacks exp_avg_sq of {norm}"):
+        load(lambda tensors: tensors.pop(f"exp_avg_sq.{norm}"))
+    with pytest.raises(Damaged, match=r"holds exp_avg of extra, which the model does not have"):
+        load(lambda tensors: tensors.update({"exp_avg.extra": torch.zeros(1)}))
+    with pytest.raises(Damaged, match=rf"holds parameters.{norm} as \(3,\), where the model has \(64,\)"):
+        load(lambda tensors: tensors.update({f"parameters.{norm}": torch.zeros(3)}))
+
+
+def test_older_files_that_do_not_fit_the_model_are_named(folder: Path, store: Store) -> None:
     engine = trained(folder)
-    whole = {kind: dict(tensors) for kind, tensors in engine._state().items()}
+    whole = {kind: {name: tensor.detach() for name, tensor in named} for kind, named in engine._state().items()}
     norm = "model.norm.weight"
 
     def load(**changed: dict[str, torch.Tensor]) -> None:
         write_state(store, "c", (whole | changed).items(), weight_version=2, state_digest=engine.state_digest())
         make_engine(folder).load(store, "c")
 
-    with pytest.raises(Damaged, match=rf"lacks exp_avg of {norm}"):
-        load(exp_avg={name: tensor for name, tensor in whole["exp_avg"].items() if name != norm})
     with pytest.raises(Damaged, match=r"holds parameters of extra, which the model does not have"):
         load(parameters=whole["parameters"] | {"extra": torch.zeros(1)})
     with pytest.raises(Damaged, match=rf"holds {norm} as torch.float32 \(3,\), where the model has .* \(64,\)"):

@@ -14,7 +14,7 @@ from cairn.storage.opening import open_store
 from tests.engines.training.algorithms import ALGORITHMS
 from tests.engines.training.builders import make_engine, model_folder
 from tests.engines.training.ranks import run_ranks
-from tests.engines.training.sharded_cases import ALGORITHM, CLIP, FROZEN, PPO, launched, run_cases
+from tests.engines.training.sharded_cases import ALGORITHM, CLIP, FROZEN, OF_WHOLE_STEPS, PPO, launched, run_cases
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]  # the first test waits for the launch
 
@@ -70,6 +70,16 @@ def test_two_ranks_leave_what_is_frozen_as_it_is_and_train_the_rest_as_one(
         frozen = any(re.search(pattern, name) for pattern in FROZEN)
         assert torch.tensor(weights).equal(before[name]) == frozen, name
         np.testing.assert_allclose(weights, one["frozen weights"][name], atol=1e-5, rtol=0, err_msg=name)
+
+
+def test_a_batch_that_each_rank_reads_its_part_of_gives_the_same_bits(one: Report, both: list[Report]) -> None:
+    for name in ("plain", *OF_WHOLE_STEPS):
+        for report in (one, *both):
+            whole, parts = report[f"from parts: {name}"]
+            assert whole == parts, name
+    for report in (one, both[0]):
+        expected, found = report["scored from parts"]
+        assert expected == found
 
 
 def test_losses_and_metrics_are_those_of_one_rank_though_micro_batches_are_uneven(one: Report, two: Report) -> None:

@@ -46,7 +46,7 @@ def test_a_run_without_any_server_says_why_and_resumes_when_there_is_one(
     command = [CAIRN, "train", recipe, "--run", "lost"]
     with said.open("w") as output, subprocess.Popen(command, stderr=output, **options) as driver:
         try:
-            first = "runs/lost/iterations/000000/rollout.*.json"
+            first = "runs/lost/iterations/000000/shards.*.json"
             wait_for(lambda: list(tmp_path.glob(first)) or driver.poll() is not None, 400)
             assert driver.poll() is None, said.read_text()
             broken.touch()

@@ -8,8 +8,10 @@ from zipfile import ZipFile
 
 import pytest
 
-from cairn.flows.export.bundle import CONTENTS
+from cairn.flows.export.bundle import CONTENTS, STORE
 from cairn.flows.iteration import iteration
+from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.shards import read_commits, record_bytes
 from cairn.storage.store import canonical
 from tests.commands import cairn
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
@@ -59,10 +61,11 @@ def test_code_in_a_bundle_runs_only_where_it_is_trusted(made: str) -> None:
 
 
 def reward_of_ten(name: str, data: bytes) -> bytes:
-    """The sample's commit of rewards says something else, with a digest that is right for it."""
-    if "/000001/reward.00-000.json" in name and name.endswith(".json"):
-        fields = canonical.unseal(data)
-        return canonical.seal({**fields, "metrics": {"failed_samples": 10}})
+    """The commits of rewards say something else, with digests that are right for it."""
+    if "/000001/shards." in name and name.endswith(".json"):
+        commits = read_commits(data, name.removeprefix(f"{STORE}/"))
+        other = {"metrics": {"failed_samples": 10.0}}
+        return record_bytes([one.model_copy(update=other) if one.step is Step.REWARD else one for one in commits])
     return data
 
 

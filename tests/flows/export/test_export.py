@@ -49,6 +49,7 @@ def made(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[s
             tiny_assets,
             rollout={"num_rollout": 2},
             training={"num_threads": 1, "lr": 1e-3, **training},
+            checkpoint={"store_weights": False},
             eval={"eval_interval": 2, "benchmarks": [heldout]} if name == "whole" else {},
         )
         with tiny_context(store, config, name) as (run, _):

@@ -22,7 +22,7 @@ from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
 from cairn.storage.upkeep.redaction import redact
-from cairn.tasks.batch.batch import train_batch
+from cairn.tasks.batch.source import train_batch
 from cairn.tasks.durable.context import RunContext
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 

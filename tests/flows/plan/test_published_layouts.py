@@ -41,7 +41,7 @@ def test_an_optimizer_on_the_host_takes_12_bytes_a_parameter_there_and_its_gradi
     assert sizes["optimizer"] == pytest.approx(12 * share * parameters, rel=0.01)
     assert sizes["gradients for the optimizer"] == pytest.approx(4 * share * parameters, rel=0.01)
     # 8 ranks of one machine hold everything once. All of them write 12 bytes a parameter into a checkpoint.
-    assert sizes["a checkpoint while it is written"] == pytest.approx(12 * parameters, rel=0.01)
+    assert sizes["a copy of the state while it is written"] == pytest.approx(12 * parameters, rel=0.01)
     (on_gpu,) = (row.bytes for row in training.rows if row.what == "optimizer")
     assert 8 * on_gpu == pytest.approx(12 * (1 - share) * parameters, rel=0.01)
 

@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.ledger.schemas import ADVANTAGE, ROLLOUT
+from cairn.storage.ledger.schemas import ADVANTAGE, ROLLOUT, SUPPORT
 from cairn.storage.ledger.snapshots import Attempt, read_table, to_parquet
 from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.opening import open_store
@@ -62,21 +64,57 @@ def test_an_altered_or_missing_table_is_damage_with_expected_and_found(ledger: L
         read_table(ledger.store, ledger.run, output)
 
 
-def test_a_file_that_an_engine_wrote_is_adopted_as_it_says_and_one_that_is_not_there_refused(ledger: Ledger) -> None:
+def test_a_file_that_an_engine_wrote_is_adopted_as_it_says(ledger: Ledger) -> None:
     attempt = _attempt(ledger)
     written = StoredFile(f"{attempt.folder}/by-engine/rank-0", 7, hashlib.sha256(b"weights").hexdigest())
     ledger.store.write(written.path, b"weights")
     adopted = attempt.adopt(written)
     assert (adopted.bytes, adopted.sha256) == (written.bytes, written.sha256)
     assert ledger.store.read(layout.in_run(ledger.run, adopted.path)) == b"weights"
-    with pytest.raises(FileNotFoundError, match="although its writer reported it"):
-        attempt.adopt(StoredFile(f"{attempt.folder}/by-engine/rank-1", 7, written.sha256))
 
 
 def test_equal_tables_have_equal_bytes() -> None:
     table = rollout_table([1, 2, 3], tokens=40)
     in_pieces = pa.concat_tables([table.slice(0, 1), table.slice(1)]).replace_schema_metadata({"made": "elsewhere"})
     assert to_parquet(in_pieces) == to_parquet(table)
+
+
+def test_the_digest_of_a_table_s_content_covers_everything_but_measurements(ledger: Ledger) -> None:
+    table = rollout_table([1, 2], tokens=40)
+
+    def changed(name: str, rows: list[Any]) -> pa.Table:
+        place = table.schema.get_field_index(name)
+        return table.set_column(place, table.schema.field(place), pa.array(rows, table.schema.field(place).type))
+
+    def content(table: pa.Table) -> str | None:
+        return _attempt(ledger).write_table("samples.parquet", table).content
+
+    rows = {name: table[name].to_pylist() for name in table.column_names}
+    expected = content(table)
+    assert expected is not None
+    assert content(table.select(["group_id", "seed"])) is None
+    for name, own in (("engine", "another"), ("seconds", 9.0), ("cached_tokens", 9)):
+        assert content(changed(name, [own, *rows[name][1:]])) == expected
+    for name, own in (("group_id", 9), ("response_ids", [9] * 40), ("label", "another"), ("metadata", "{}")):
+        assert content(changed(name, [own, *rows[name][1:]])) != expected
+    assert content(table.rename_columns([name.replace("label", "answer") for name in table.column_names])) != expected
+    assert content(table.slice(1)) != expected
+
+
+def test_a_table_is_read_by_another_implementation_of_parquet(tmp_path: Path) -> None:
+    rows = [
+        {"ids": [1, -2, 151_000], "kept": [[7, 9], []], "log_probs": [-0.5, 0.0, -3.25], "text": "a"},
+        {"ids": [], "kept": None, "log_probs": [], "text": None},
+    ]
+    types = {
+        "ids": pa.list_(pa.int32()),
+        "kept": SUPPORT.type,
+        "log_probs": pa.list_(pa.float32()),
+        "text": pa.string(),
+    }
+    (tmp_path / "rows.parquet").write_bytes(to_parquet(pa.Table.from_pylist(rows, pa.schema(types))))
+    found = duckdb.sql(f"SELECT * FROM '{tmp_path}/rows.parquet'").fetchall()
+    assert found == [tuple(row.values()) for row in rows]
 
 
 def test_a_snapshot_costs_at_most_seven_bytes_a_token() -> None:

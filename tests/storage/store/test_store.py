@@ -153,3 +153,12 @@ def test_a_disk_that_is_full_is_named_by_whoever_fetches_a_file_to_it(store: Sto
         with pytest.raises(NoSpace, match=f"cannot write to {disk}: no space is left there; free some"):
             store.get_file("file", disk / "copy")
         assert not os.listdir(disk)
+
+
+def test_many_files_are_deleted_at_once_whether_they_exist_or_not(store: Store) -> None:
+    paths = [f"runs/r/parts/{number:04d} &<é>.arrow" for number in range(1005)]
+    for path in (*paths[:3], *paths[-3:], "runs/r/kept"):
+        store.write(path, b"x")
+    store.delete_many(paths)
+    store.delete_many([])
+    assert store.find("runs") == {"runs/r/kept": 1}

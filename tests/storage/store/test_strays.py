@@ -18,7 +18,7 @@ from cairn.storage.ledger.commits import Commit
 from cairn.storage.ledger.decisions import read_decision
 from cairn.storage.ledger.leases import Outcome
 from cairn.storage.ledger.manifest import _warn_once, list_runs
-from cairn.storage.query.catalogue import row_of
+from cairn.storage.query.catalogue import rows_of
 from cairn.storage.query.database import open_query
 from cairn.storage.store import canonical
 from cairn.storage.store.canonical import MAX_DEPTH, from_json
@@ -68,10 +68,10 @@ def test_a_stray_folder_among_the_runs_stops_nobody(
     warned: list[str] = []
     run = SimpleNamespace(
         ledger=ledger,
-        config=SimpleNamespace(checkpoint=EVERY_FOURTH, rollout=SimpleNamespace(num_rollout=100)),
+        config=SimpleNamespace(checkpoint=EVERY_FOURTH),
         emit=lambda event: warned.append(event.text),
     )
-    remove_old_files(run, 9)  # type: ignore[arg-type]
+    remove_old_files(run)  # type: ignore[arg-type]
     assert warned == []
     assert list(garbage(ledger)) is not None
     assert not list(retire(ledger, EVERY_FOURTH)), "the driver has retired what is due"
@@ -91,7 +91,7 @@ READERS: list[Callable[[bytes], object]] = [
     from_json,
     lambda data: Commit.from_bytes(data, "runs/r/iterations/000000/train.json"),
     lambda data: read_decision(data, "runs/r/decisions/000001.json"),
-    lambda data: row_of(data, "runs/r/iterations/000000/train.json"),
+    lambda data: rows_of(data, "runs/r/iterations/000000/train.json"),
     lambda data: evals.Evaluation.from_bytes(data, "evals/x/result.json"),
 ]
 WRAPPED = ("{deep}", '{{"a": {deep}, "digest": "x"}}', '{{"digest": {deep}}}')

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from cairn.storage.ledger.layout import Kind
 from cairn.storage.ledger.leases import Outcome
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import Parent
+from cairn.storage.ledger.publications import VALUE, Stored
 from cairn.storage.ledger.schemas import FILTER
 from cairn.storage.ledger.snapshots import read_table
 from cairn.storage.store.errors import Damaged, LeaseLost, Retired
@@ -411,3 +413,48 @@ def _outlives(ledger: Ledger) -> bool:
     except LeaseLost:
         return False
     return True
+
+
+def _with_weights(store: Store, iterations: int, whole: int) -> Ledger:
+    """A run that stores its weights, whole in every `whole`-th iteration, with the checkpoint."""
+    ledger = Ledger.create(store, "run-1", {**CONFIG, "checkpoint": {"store_weights": None}})
+    ledger.acquire()
+    for index in range(iterations):
+        _iteration(ledger, index, save=index % whole == 0)
+        before = ledger.find(index - 1, Step.SYNC) if index % whole else None
+        how = Stored(whole_bytes=1)
+        if before is not None:
+            how = Stored(base=before.name, base_digest=before.digest, differences=index % whole, whole_bytes=1)
+        values: dict[str, Any] = {"digest": "0", VALUE: how.model_dump(exclude_none=True)}
+        commit_step(ledger, index, Step.SYNC, table=rollout_table([0]), values=values)
+    return ledger
+
+
+def test_weights_stay_as_long_as_those_that_are_differences_to_them(store: Store) -> None:
+    ledger = _with_weights(store, 10, whole=4)
+    policy = CheckpointConfig(save_interval=1, retain_weights=3)
+    for newest, oldest in ((10, 4), (11, 8), (12, 8)):
+        for index in range(len(ledger.iterations()), newest):
+            _iteration(ledger, index, save=index % 4 == 0)
+            before = ledger.find(index - 1, Step.SYNC)
+            assert before is not None
+            how = Stored(base=before.name, base_digest=before.digest, differences=index % 4, whole_bytes=1)
+            values: dict[str, Any] = {"digest": "0", VALUE: how.model_dump(exclude_none=True)}
+            commit_step(ledger, index, Step.SYNC, table=rollout_table([0]), values=values)
+        assert {one.kind for one in retire(ledger, policy)} <= {Kind.WEIGHTS}
+        assert _retained(ledger, Step.SYNC) == list(range(oldest, newest))
+    assert _retained(ledger, Step.ROLLOUT) == list(range(12))
+    assert [finding for one in verify(ledger) for finding in one.findings] == []
+    assert {one.reason for one in garbage(ledger)} == set()
+
+
+def test_pinned_weights_and_forked_ones_stay_with_all_that_they_need(store: Store) -> None:
+    ledger = _with_weights(store, 14, whole=4)
+    Ledger.create(store, "fork", CONFIG, parent=Parent(run="run-1", iteration=1))
+    pin(ledger, 6)
+    retire(ledger, CheckpointConfig(save_interval=1, retain_weights=1))
+    assert _retained(ledger, Step.SYNC) == [0, 1, 4, 5, 6, 12, 13]
+    unpin(ledger, 6)
+    retire(ledger, CheckpointConfig(save_interval=1, retain_weights=1), everything=True)
+    assert _retained(ledger, Step.SYNC) == [0, 1, 12, 13]
+    pin(ledger, 6)  # its checkpoint and snapshots are there, which suffices

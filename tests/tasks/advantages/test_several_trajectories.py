@@ -17,12 +17,13 @@ from cairn.flows.report.data import read_samples, read_tokens
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.schemas import EVAL, MEASURED, ROLLOUT, TRAJECTORIES, TRAJECTORY_PROMPTS
 from cairn.storage.upkeep.verification import verify
-from cairn.tasks.batch.batch import arrays, train_batch, trained_shards
+from cairn.tasks.batch.batch import arrays, trained_shards
 from cairn.tasks.batch.sequences import join_by_sample, split_trajectories
+from cairn.tasks.batch.source import train_batch
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.selection import last_selection
 from cairn.tasks.evaluation.evaluate import evaluate
-from cairn.tasks.generation.groups import sample_table, unfinished_group, without_unused
+from cairn.tasks.generation.groups import RowFormat, sample_table, unfinished_group, without_unused
 from tests.local_fleet import LocalFleet, dying_after_samples
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
@@ -151,7 +152,8 @@ def check_continued(run: RunContext, table: pa.Table) -> None:
     group = unfinished_group(rows.append_column("seconds", pa.array([0.0] * rows.num_rows)), {})
     plain = run.config.rollout.model_copy(update={"custom_generate_function_path": "single_turn"})
     for config in (run.config, run.config.model_copy(update={"rollout": plain})):
-        written = sample_table(run.seen_as(config), "rollout:0", {1: group}, group.finished())
+        format = RowFormat.of(run.seen_as(config))
+        written = sample_table(format, run.tokenizer, "rollout:0", {1: group}, group.finished())
         assert without_unused(written).drop_columns([*MEASURED]).equals(rows.combine_chunks())
 
 

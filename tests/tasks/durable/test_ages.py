@@ -14,7 +14,8 @@ from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import Parent
 from cairn.storage.ledger.schemas import Disposition
-from cairn.tasks.batch.batch import train_batch, trained_shards
+from cairn.tasks.batch.batch import trained_shards
+from cairn.tasks.batch.source import train_batch
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.selection import last_selection, number, trained_groups
 from cairn.tasks.durable.versions import sampled_from, token_ages, weight_version_after

@@ -22,16 +22,16 @@ def test_a_checkpoint_that_breaks_off_is_removed_unless_the_store_is_out_of_reac
 ) -> None:
     config = tiny_config(tiny_assets, rollout={"num_rollout": 1, "rollout_max_response_len": 4})
     fleet = LocalFleet(config)
-    save = fleet.training.save
+    write = fleet.training.write_copy
 
     def break_off(*args: Any) -> None:
-        save(*args)
+        write(*args)
         raise error
 
     with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
         folder = layout.attempts(run.ledger.run, 0, Step.CHECKPOINT)
         with monkeypatch.context() as patch:
-            patch.setattr(fleet.training, "save", break_off)
+            patch.setattr(fleet.training, "write_copy", break_off)
             for _ in range(2):
                 with pytest.raises(type(error)):
                     iteration(run, DirectSteps(run), 0)

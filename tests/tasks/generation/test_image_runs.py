@@ -22,7 +22,8 @@ from cairn.storage.opening import open_store
 from cairn.storage.query.database import open_query
 from cairn.storage.upkeep.redaction import redact
 from cairn.storage.upkeep.verification import verify
-from cairn.tasks.batch.batch import train_batch, trained_shards
+from cairn.tasks.batch.batch import trained_shards
+from cairn.tasks.batch.source import train_batch
 from cairn.tasks.durable.recorded_run import RecordedRun
 from cairn.tasks.durable.selection import last_selection
 from cairn.tasks.generation.groups import unfinished_group

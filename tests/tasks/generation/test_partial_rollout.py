@@ -20,7 +20,8 @@ from cairn.flows.reading.samples import iteration_samples
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.schemas import Disposition
 from cairn.storage.upkeep.verification import verify
-from cairn.tasks.batch.batch import rows_of_groups, train_batch, trained_shards
+from cairn.tasks.batch.batch import rows_of_groups, trained_shards
+from cairn.tasks.batch.source import train_batch
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.selection import last_selection, number, trained_groups, unfinished_groups
 from cairn.tasks.generation.calls import read_calls

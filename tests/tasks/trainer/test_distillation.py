@@ -16,6 +16,8 @@ from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
 from cairn.tasks.batch.batch import arrays
+from cairn.tasks.batch.scores import ScoreFile
+from cairn.tasks.batch.source import SnapshotBatch
 from cairn.tasks.steps import stale_steps
 from examples.quickstart.model import build_model
 from tests.local_fleet import LocalFleet
@@ -57,7 +59,7 @@ def test_advantages_are_lowered_by_the_reverse_kl_and_then_normalised(tiny_asset
 
 
 def test_its_most_probable_tokens_are_learned_from_as_they_were_said_and_the_same_after_a_restart(
-    tiny_assets: Path, tmp_path: Path
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     teacher, k = tmp_path / "teacher", 4
     tokenizer = AutoTokenizer.from_pretrained(tiny_assets / "model")
@@ -69,18 +71,19 @@ def test_its_most_probable_tokens_are_learned_from_as_they_were_said_and_the_sam
         algorithm={"loss_type": "forward_kl_topk", "distillation_topk": k, "use_rollout_logprobs": False},
     )
     fleet, scores, learned = LocalFleet(config), list[list[np.ndarray]](), list[TrainBatch]()
-    score, train = fleet.training.score, fleet.training.train
+    train, write = fleet.training.train, ScoreFile.write
 
-    def scoring(batch: TrainBatch, role: str) -> list[np.ndarray]:
-        assert role == "teacher"
-        scores.append(score(batch, role))
-        return scores[-1]
+    def writing(self: ScoreFile, reader: Any, batch: TrainBatch, found: dict[str, list[np.ndarray]]) -> Any:
+        assert [*found] == ["teacher"]
+        scores.append(found["teacher"])
+        return write(self, reader, batch, found)  # type: ignore[arg-type]
 
-    def training(batch: TrainBatch, **options: Any) -> Any:
-        learned.append(batch)
+    def training(batch: SnapshotBatch, **options: Any) -> Any:
+        learned.append(batch.open().whole())
         return train(batch, **options)
 
-    fleet.training.score, fleet.training.train = scoring, training  # type: ignore[method-assign]
+    fleet.training.train = training  # type: ignore[method-assign]
+    monkeypatch.setattr(ScoreFile, "write", writing)
     undisturbed = run_iterations(tmp_path / "undisturbed", config, 2, fleet)
     for rows, batch in zip(scores, learned, strict=True):
         for name, right in split_rows(rows, k, len(tokenizer)).items():

@@ -16,8 +16,8 @@ from cairn.flows.driver.validation import setup_problems
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.schemas import ROUTED
-from cairn.tasks.batch.batch import train_batch
 from cairn.tasks.batch.sequences import routed_column, routes_of, split_trajectories
+from cairn.tasks.batch.source import train_batch
 from cairn.tasks.durable.selection import last_selection
 from tests.architectures import architecture
 from tests.tasks.generation.test_partial_rollout import PARTIAL

@@ -56,7 +56,7 @@ def test_a_machine_that_gives_the_same_bits_is_tested_once_and_the_run_is_as_wit
             if name == "tested":
                 before = fleet.training.engine.state_digest()
                 with monkeypatch.context() as patch:
-                    for costly in ("save", "load", "restart", "train"):
+                    for costly in ("copy_state", "load", "restart", "train"):
                         patch.setattr(fleet.training, costly, Mock(side_effect=AssertionError(costly)))
                     for _ in range(2):
                         self_test_once(run, run.committed(0, Step.TRAIN))

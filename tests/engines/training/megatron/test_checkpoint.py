@@ -2,7 +2,6 @@
 
 import json
 import re
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from transformers import AutoModelForCausalLM
 from cairn.engines.weights.fingerprint import weights_checksum
 from tests.engines.training.builders import make_engine, model_folder
 from tests.engines.training.megatron.cases import BATCH, LAYERS
-from tests.engines.training.megatron.checkpoint_cases import FREEZING, LAYOUTS, STAGING, SUCCESSIONS, launched
+from tests.engines.training.megatron.checkpoint_cases import FREEZING, LAYOUTS, SUCCESSIONS, launched
 from tests.engines.training.ranks import run_megatron_ranks
-from tests.small_disk import small_disk, why_not
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]  # the first test waits for all launches
 
@@ -33,8 +31,7 @@ def reports(work: Path) -> list[dict[str, Any]]:
     model_folder(work / "teacher", "llama", layers=3)
     model_folder(work / "deep", layers=LAYERS)
     model_folder(work / "experts", "qwen3_moe", layers=LAYERS)
-    with nullcontext() if why_not() else small_disk(work / STAGING, 2**16):
-        run_megatron_ranks(launched, folder, work, world_size=2)
+    run_megatron_ranks(launched, folder, work, world_size=2)
     return [json.loads((work / f"report-{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -73,7 +70,7 @@ def test_a_resumed_run_of_a_model_that_is_frozen_in_part_equals_an_uninterrupted
 def test_equal_states_are_equal_files(report: dict[str, Any]) -> None:
     first, second = report["saved again"]
     assert first == second
-    assert {".metadata", "megatron_state.json"} <= first.keys()
+    assert {"00001-00000.part", "00001.index.json", "megatron_state.json"} <= first.keys()
 
 
 def test_another_layout_reads_the_very_bits_and_goes_on_to_1e_5(report: dict[str, Any]) -> None:
@@ -81,7 +78,7 @@ def test_another_layout_reads_the_very_bits_and_goes_on_to_1e_5(report: dict[str
     for found, expected in zip(report["pipeline"]["resumed"], report["tensor"]["metrics"], strict=True):
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
     for source in LAYOUTS:
-        assert report[source]["read by data"] == report[source]["saved"]
+        assert report[source]["read by data"] == report[source]["older read by data"] == report[source]["saved"]
         for found, expected in zip(report[source]["metrics by data"], report[source]["metrics"], strict=True):
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
@@ -103,7 +100,7 @@ def test_a_state_before_the_first_update_is_restored_too(report: dict[str, Any])
 
 def test_a_state_that_an_engine_cannot_take_is_refused_and_leaves_it_as_it_was(reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        assert "use_distributed_optimizer = true: set it to that" in report["of another optimizer"]
+        assert report["read without a distributed optimizer"] == report["tensor"]["saved"]
         assert "has a critic" in report["with a critic"]
         assert "has no critic" in report["without a critic"]
         assert report["untouched"] == report["plain"]
@@ -141,17 +138,6 @@ def test_a_save_that_one_rank_cannot_finish_fails_on_all_and_leaves_no_checkpoin
     assert not any(report["described"] for report in reports)
 
 
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_a_machine_without_room_for_a_checkpoint_on_its_way_is_named(reports: list[dict[str, Any]], work: Path) -> None:
-    full = rf"NoSpace: cannot write to {work / STAGING}/cairn-megatron-\w+: no space is left there; free some"
-    others = "EngineError: another rank (could not write its files|of the training engine failed)"
-    for rank, report in enumerate(reports):
-        saved, loaded, *left = report["staging"]
-        assert re.match(full if rank == 1 else others, saved)
-        assert re.match(f"{full}|{others}", loaded)
-        assert not left
-
-
 def test_a_batch_without_responses_has_empty_scores(report: dict[str, Any]) -> None:
     assert report["scored"] == [0, 0]
 
@@ -174,7 +160,12 @@ def test_an_altered_or_missing_checkpoint_is_refused_by_all_ranks(reports: list[
 
 def test_one_process_makes_a_model_folder_of_any_checkpoint(report: dict[str, Any], work: Path) -> None:
     """Of a distributed optimizer, with a critic, with experts over ranks."""
-    for checkpoint, source in (("tensor-2", "tensor"), ("whole-3", "whole"), ("distributed-3", "distributed")):
+    for checkpoint, source in (
+        ("tensor-2", "tensor"),
+        ("tensor-older", "tensor"),
+        ("whole-3", "whole"),
+        ("distributed-3", "distributed"),
+    ):
         weights = load_file(work / checkpoint / "model.safetensors")
         assert weights_checksum(weights.items()) == report[source]["weights"]
 

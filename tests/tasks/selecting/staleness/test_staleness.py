@@ -17,7 +17,7 @@ from cairn.flows.reading.metrics import iteration_metrics
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.opening import open_store
 from cairn.tasks.advantages.step import advantage
-from cairn.tasks.batch.batch import train_batch
+from cairn.tasks.batch.source import train_batch
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.step import StepCall
 from cairn.tasks.generation.groups import Group

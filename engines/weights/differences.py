@@ -1,0 +1,203 @@
+"""Lossless differences between two versions of weights: the elements whose bits changed, compressed.
+
+An optimizer step of RL changes few bits of weights in bfloat16: most updates are smaller than half the distance to the
+next number, and are rounded away. So a difference holds, for the concatenated elements of some tensors,
+
+| part | content of each changed element | bytes |
+|---|---|---|
+| gaps | number of unchanged elements before it; a byte of 255 stands for 255 of them and continues | 1 or more |
+| steps | new bits − old bits as an integer with the sign in the lowest bit (zigzag) | its size |
+
+Bytes of equal significance are stored together, and compressed by zstd. Bits are compared and never numbers, so NaN,
+−0.0 and infinities are kept as they are. Elements of 1, 2, 4 and 8 bytes are stored apart.
+
+A difference is a safetensors file whose metadata list the changed tensors. It means nothing without the very tensors
+that it was made from; `cairn.engines.weights.versions` ensures that.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_arrays
+from safetensors.numpy import save as save_arrays
+
+FORMAT = "1"
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LONGEST_GAP = 255
+_LEVEL = 1
+"""Level of zstd. Higher ones are slower and save nothing: what is left is close to the entropy of gaps and signs."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """The changed elements of a tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    positions: torch.Tensor
+    """[changed] int64: places in the flattened tensor, ascending."""
+    steps: torch.Tensor
+    """[changed] integers of the element's size: new bits − old bits, modulo 2^bits."""
+
+    def apply_to(self, tensor: torch.Tensor) -> None:
+        """Change the bits of a contiguous tensor in place, on its device. Raises ValueError for a tensor of another
+        dtype or shape."""
+        if tensor.dtype != self.dtype or tuple(tensor.shape) != self.shape:
+            raise ValueError(
+                f"{self.name} is {tensor.dtype} {tuple(tensor.shape)}, and the difference was made from "
+                f"{self.dtype} {self.shape}"
+            )
+        bits, positions = bits_of(tensor), self.positions.to(tensor.device)
+        bits[positions] += self.steps.to(tensor.device)
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return [elements], a view of a contiguous tensor's bits as integers of its element size."""
+    return tensor.detach().view(-1).view(_INTEGERS[tensor.element_size()])
+
+
+def encode(pairs: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> bytes:
+    """Return the difference between tensors on the CPU: (name, old, new) of equal dtype and shape, each contiguous."""
+    changed: list[tuple[str, str, tuple[int, ...]]] = []
+    sizes: dict[int, _Encoder] = {}
+    for name, old, new in pairs:
+        if old.dtype != new.dtype or old.shape != new.shape:
+            raise ValueError(f"{name} was {old.dtype} {tuple(old.shape)} and is {new.dtype} {tuple(new.shape)}")
+        if sizes.setdefault(old.element_size(), _Encoder()).add(bits_of(old).numpy(), bits_of(new).numpy()):
+            changed.append((name, str(old.dtype).removeprefix("torch."), tuple(old.shape)))
+    parts = {f"{size}.{part}": array for size, encoder in sizes.items() for part, array in encoder.parts(size).items()}
+    counts = {str(size): (encoder.changed, encoder.gap_bytes) for size, encoder in sizes.items() if encoder.changed}
+    header = {"tensors": changed, "counts": counts}
+    return save_arrays(parts, metadata={"cairn.difference": FORMAT, "header": json.dumps(header)})
+
+
+class _Encoder:
+    """Changed elements of one size, of one tensor after the other."""
+
+    def __init__(self) -> None:
+        self.changed = self.gap_bytes = 0
+        self._unchanged = 0
+        """Unchanged elements since the last changed one."""
+        self._gaps: list[np.ndarray] = []
+        self._steps: list[np.ndarray] = []
+
+    def add(self, old: np.ndarray, new: np.ndarray) -> bool:
+        """Add a tensor, if any of its elements changed; return whether one did."""
+        positions = np.flatnonzero(old != new)
+        if not len(positions):
+            return False
+        gaps = np.diff(positions, prepend=-1) - 1
+        gaps[0] += self._unchanged
+        self._unchanged = len(old) - 1 - int(positions[-1])
+        self._gaps.append(gaps)
+        self._steps.append(new[positions] - old[positions])
+        self.changed += len(positions)
+        return True
+
+    def parts(self, size: int) -> dict[str, np.ndarray]:
+        """Return the compressed parts; none without a changed element."""
+        if not self.changed:
+            return {}
+        more, last = np.divmod(np.concatenate(self._gaps), _LONGEST_GAP)
+        gaps = np.full(len(last) + int(more.sum()), _LONGEST_GAP, np.uint8)
+        gaps[np.cumsum(more + 1) - 1] = last
+        self.gap_bytes = len(gaps)
+        steps = np.concatenate(self._steps)
+        signed = steps.view(f"i{size}")
+        zigzag = ((signed << 1) ^ (signed >> (8 * size - 1))).astype(f"<i{size}")
+        planes = zigzag.view(np.uint8).reshape(-1, size).T
+        return {"gaps": _compressed(gaps), "steps": _compressed(np.ascontiguousarray(planes))}
+
+
+def decode(data: bytes) -> Iterator[Change]:
+    """Yield the changes in a difference. Raises ValueError, saying what is wrong, for broken bytes."""
+    header = _header(data)
+    try:
+        parts = load_arrays(data)
+        entries = [(str(name), _dtype(dtype), tuple(map(int, shape))) for name, dtype, shape in header["tensors"]]
+        counts = {int(size): (int(changed), int(length)) for size, (changed, length) in header["counts"].items()}
+    except (SafetensorError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"its header is broken: {error}") from None
+    if {dtype.itemsize for _, dtype, _ in entries} != counts.keys() or any(
+        length < 0 for _, _, shape in entries for length in shape
+    ):
+        raise ValueError("its tensors do not match its elements")
+    decoded = {}
+    for size, (changed, length) in counts.items():
+        elements = sum(prod(shape) for _, dtype, shape in entries if dtype.itemsize == size)
+        if not 0 < changed <= elements < 2**62 or not changed <= length <= changed + elements // _LONGEST_GAP:
+            raise ValueError(f"{changed} changes of {elements} elements in {length} bytes are not possible")
+        decoded[size] = _positions(parts, size, changed, length, elements), _steps(parts, size, changed)
+    starts = dict.fromkeys(counts, 0)
+    places = dict.fromkeys(counts, 0)
+    for name, dtype, shape in entries:
+        positions, steps = decoded[dtype.itemsize]
+        begin, start = places[dtype.itemsize], starts[dtype.itemsize]
+        end = int(np.searchsorted(positions, start + prod(shape)))
+        yield Change(name, dtype, shape, torch.from_numpy(positions[begin:end] - start), steps[begin:end])
+        places[dtype.itemsize], starts[dtype.itemsize] = end, start + prod(shape)
+
+
+def _positions(parts: dict[str, np.ndarray], size: int, changed: int, length: int, elements: int) -> np.ndarray:
+    gaps = _decompressed(parts, f"{size}.gaps", length)
+    ends = np.flatnonzero(gaps != _LONGEST_GAP)
+    if len(ends) != changed or ends[-1] != length - 1:
+        raise ValueError(f"its gaps lead to {len(ends)} changes, and it has {changed}")
+    positions: np.ndarray = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(changed)
+    if positions[-1] >= elements:
+        raise ValueError("its gaps lead beyond its tensors")
+    return positions
+
+
+def _steps(parts: dict[str, np.ndarray], size: int, changed: int) -> torch.Tensor:
+    planes = _decompressed(parts, f"{size}.steps", changed * size).reshape(size, changed)
+    zigzag = np.ascontiguousarray(planes.T).view(f"<u{size}").reshape(-1)
+    steps = (zigzag >> 1) ^ -(zigzag & 1)
+    return torch.from_numpy(steps.view("u1" if size == 1 else f"i{size}"))
+
+
+def _header(data: bytes) -> dict[str, Any]:
+    length = int.from_bytes(data[:8], "little")
+    try:
+        metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+        version, header = metadata["cairn.difference"], metadata["header"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"it is not a difference of weights: {error!s:.200}") from None
+    if version != FORMAT:
+        raise ValueError(f"it is a difference of format {version!s:.20}, this version of Cairn reads format {FORMAT}")
+    try:
+        parsed = json.loads(header)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"its header is broken: {error!s:.200}") from None
+    if not isinstance(parsed, dict):
+        raise ValueError("its header is broken: it is no mapping")
+    return parsed
+
+
+def _dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize not in _INTEGERS:
+        raise ValueError(f"{name!s:.40} is no number format")
+    return dtype
+
+
+def _compressed(data: np.ndarray) -> np.ndarray:
+    return np.frombuffer(pa.Codec("zstd", _LEVEL).compress(data.reshape(-1)), np.uint8)
+
+
+def _decompressed(parts: dict[str, np.ndarray], name: str, size: int) -> np.ndarray:
+    part = parts.get(name)
+    if part is None or part.dtype != np.uint8:
+        raise ValueError(f"it lacks its part {name}")
+    try:
+        return np.frombuffer(pa.Codec("zstd").decompress(part.tobytes(), size), np.uint8)
+    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+        raise ValueError(f"its part {name} cannot be decompressed: {error!s:.200}") from None

@@ -1,0 +1,200 @@
+"""Versions of a model's weights as files: whole, or as the lossless difference to an earlier version.
+
+<folder>/whole-00000.safetensors …        tensors by the names of weight files, in the number format of rollout engines
+<folder>/difference-00000.safetensors …   see `cairn.engines.weights.differences`; tensors that no file names are equal
+
+A version is read from the last whole one up to it and the differences after that. The ledger says which these are, and
+has the SHA-256 of every file and the checksum of the tensors (`cairn.storage.ledger.publications`).
+"""
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+
+from cairn.engines.models.published import is_exact
+from cairn.engines.weights.differences import Change, decode, encode
+from cairn.engines.weights.layout import DIFFERENCE, WHOLE, is_whole
+from cairn.storage.store.errors import Damaged
+from cairn.storage.store.store import REQUESTS, Store, StoredFile
+
+FILE_BYTES = 512 << 20
+"""Greatest size of the weights of a file; a larger tensor has its own."""
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StoredVersion:
+    """Files of one version."""
+
+    name: str
+    """Name for messages: the version, and the commit that holds it."""
+    files: tuple[StoredFile, ...]
+
+
+class VersionWriter:
+    """Writes versions of weights, and keeps the last one on the host, so that the next can be written as a difference
+    to it."""
+
+    def __init__(self) -> None:
+        self._digest: str | None = None
+        """Checksum of the version that is kept; None for none."""
+        self._kept: Tensors = {}
+
+    def write(
+        self,
+        store: Store,
+        folder: str,
+        buckets: Iterable[Mapping[str, torch.Tensor]],
+        dtype: torch.dtype,
+        digest: str,
+        base: str | None,
+    ) -> list[StoredFile]:
+        """Write a version and keep it. Return its files.
+
+        Iterates `buckets` to the end even after an error, because other ranks take part. After an error no version is
+        kept. Raises the store's errors.
+
+        Args:
+            buckets: all weights, each once. A bucket becomes a file.
+            dtype: number format of the rollout engines.
+            digest: checksum of the weights in that format.
+            base: checksum of the version to which the difference is written. None writes the whole version, and so does
+                another version than the one that is kept.
+        """
+        kind = DIFFERENCE if base is not None and base == self._digest else WHOLE
+        self._digest = None
+        threads = _threads()
+        running: deque[Future[StoredFile]] = deque()
+        files: list[StoredFile] = []
+        failure: Exception | None = None
+        with ThreadPoolExecutor(threads, "weights") as pool:
+            for number, bucket in enumerate(buckets):
+                if failure is not None:
+                    continue
+                try:
+                    if len(running) > threads:
+                        files.append(running.popleft().result())
+                    path = f"{folder}/{kind}-{number:05d}.safetensors"
+                    running.append(pool.submit(self._write_file, store, path, kind, bucket, dtype))
+                except Exception as error:
+                    failure = error
+            for one in running:
+                try:
+                    files.append(one.result())
+                except Exception as error:
+                    failure = failure or error
+        if failure is not None:
+            self._kept = {}
+            raise failure
+        self._digest = digest
+        return files
+
+    def _write_file(
+        self, store: Store, path: str, kind: str, bucket: Mapping[str, torch.Tensor], dtype: torch.dtype
+    ) -> StoredFile:
+        tensors = {name: _rounded(name, tensor, dtype) for name, tensor in bucket.items()}
+        if kind == WHOLE:
+            data = save_safetensors(tensors)
+        else:
+            data = encode((name, self._kept[name], tensor) for name, tensor in tensors.items())
+        store.write(path, data)
+        for name, tensor in tensors.items():
+            kept = self._kept.get(name)
+            if kept is None:
+                self._kept[name] = tensor.clone()  # it may be a view of weights that the next update changes
+            else:
+                kept.copy_(tensor)
+        return StoredFile(path, len(data), hashlib.sha256(data).hexdigest())
+
+
+def read_version(store: Store, versions: Sequence[StoredVersion]) -> Tensors:
+    """Return the tensors of the last of `versions`, on the host: a whole version, and the differences after it.
+
+    Raises:
+        Damaged: a file is missing or altered, or is not what the versions before it need. The message names version
+            and file.
+    """
+    tensors: Tensors = {}
+    for version, file, content in _contents(store, versions):
+        if isinstance(content, dict) is not (version is versions[0]):
+            raise Damaged(f"{file.path} is not what {version.name} needs: a whole version comes first, and only there")
+        if isinstance(content, dict):
+            tensors |= content
+        else:
+            apply(version, content, tensors)
+    return tensors
+
+
+def changes(store: Store, version: StoredVersion) -> list[Change]:
+    """Return all changes of a version that is stored as a difference. Raises Damaged."""
+    found: list[Change] = []
+    for _, file, content in _contents(store, [version]):
+        if isinstance(content, dict):
+            raise Damaged(f"{file.path} of {version.name} is no difference")
+        found += content
+    return found
+
+
+def apply(version: StoredVersion, differences: Iterable[Change], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Change tensors in place to a version. Raises Damaged where they are not those that the difference was made
+    from."""
+    for change in differences:
+        if change.name not in tensors:
+            raise Damaged(f"{version.name} changes {change.name}, which the version before it does not have")
+        try:
+            change.apply_to(tensors[change.name])
+        except ValueError as error:
+            raise Damaged(f"{version.name} does not fit the version before it: {error}") from None
+
+
+def _contents(
+    store: Store, versions: Iterable[StoredVersion]
+) -> Iterator[tuple[StoredVersion, StoredFile, Tensors | list[Change]]]:
+    """Yield what every file holds, in order. The next files are read and decompressed meanwhile."""
+    with ThreadPoolExecutor(REQUESTS, "weights") as pool:
+        running: deque[tuple[StoredVersion, StoredFile, Future[Tensors | list[Change]]]] = deque()
+        for version in versions:
+            for file in version.files:
+                running.append((version, file, pool.submit(_content, store, version, file)))
+                if len(running) > REQUESTS:
+                    done, name, content = running.popleft()
+                    yield done, name, content.result()
+        for done, name, content in running:
+            yield done, name, content.result()
+
+
+def _content(store: Store, version: StoredVersion, file: StoredFile) -> Tensors | list[Change]:
+    try:
+        data = store.read(file.path)
+    except FileNotFoundError:
+        raise Damaged(f"{file.path}, a part of {version.name}, is missing") from None
+    sha256 = hashlib.sha256(data).hexdigest()
+    if (len(data), sha256) != (file.bytes, file.sha256):
+        raise Damaged(
+            f"{file.path}, a part of {version.name}, is damaged: {file.bytes} bytes with SHA-256 {file.sha256} were "
+            f"committed, {len(data)} bytes with {sha256} were read"
+        )
+    try:
+        if is_whole([file]):
+            return load_safetensors(data)
+        return list(decode(data))
+    except (SafetensorError, ValueError) as error:
+        raise Damaged(f"{file.path}, a part of {version.name}, is damaged: {error}") from None
+
+
+def _rounded(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a weight on the host as rollout engines hold it."""
+    keeps = is_exact(name) or not tensor.is_floating_point()
+    return (tensor if keeps else tensor.to(dtype)).detach().cpu().contiguous()
+
+
+def _threads() -> int:
+    return max(1, min(REQUESTS, len(os.sched_getaffinity(0))))

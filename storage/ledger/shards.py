@@ -1,0 +1,298 @@
+"""Records: files that hold the commits of many shards.
+
+A round of 256 shards makes 512 commits of rollout and reward. Commits that are ready at one time share a record, which
+is created exclusively and never rewritten:
+
+```
+runs/<run>/iterations/000042/shards.000000.json   commits of rollout.00-000, rollout.00-003, …
+runs/<run>/iterations/000042/shards.000001.json   commits of rollout.00-001, reward.00-000, …
+```
+
+The records of an iteration are numbered without gaps. Whoever creates number n has read all before it, so no two
+records hold the same commit: a driver that finds number n taken reads it, adopts its commits, and tries number n + 1
+with the rest of its own. Each commit has its own name, inputs and digest, as in a file of its own. Earlier versions
+gave every commit such a file; these stay valid, also within one iteration. Of a record and such a file with the same
+commit, the record counts.
+
+A commit waits for its record until
+
+- all shards of the iteration that run are waiting too, or
+- the last record is `PACE` seconds old for each shard that runs, at most `LONGEST_WAIT`.
+
+So it waits for a few milliseconds where few shards run. No step starts from a commit before its record is durable. A
+driver that dies while commits wait leaves finished samples in write-ahead parts, as for any shard that has not ended,
+and its successor generates none of them again. The grades that were waiting, of `LONGEST_WAIT` seconds at most, are
+made again, without a second question to a service whose answers are stored.
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import FORMAT, Commit, Step, unsealed_fields
+from cairn.storage.ledger.snapshots import AttemptFolder, discard_superseded
+from cairn.storage.records import Environment
+from cairn.storage.store import canonical
+from cairn.storage.store.errors import Damaged, StoreError, naming_damaged
+from cairn.storage.store.store import Store
+
+SHARED = frozenset({Step.ROLLOUT, Step.REWARD})
+"""Steps whose shards share records."""
+PACE, LONGEST_WAIT = 0.005, 1.0
+"""Seconds between two records: `PACE` for each shard that runs, at most `LONGEST_WAIT`."""
+_FULL = 4 * 2**20
+"""Greatest number of bytes of a record with several commits. A marker on an object store has at most 5 MiB."""
+_KEPT = 8
+"""Iterations whose records stay in memory."""
+
+
+def record_bytes(commits: Sequence[Commit]) -> bytes:
+    """Return the content of a record of commits of one iteration. Equal environments are stored once."""
+    environments: dict[str, Any] = {}
+    listed = []
+    for commit in commits:
+        fields = commit.as_fields()
+        name = canonical.digest(fields["environment"])
+        environments[name] = fields["environment"]
+        listed.append({**fields, "environment": name, "digest": commit.digest})
+    return canonical.seal({"schema_version": FORMAT, "environments": environments, "commits": listed})
+
+
+def commits_of_record(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the fields of each commit of a record, with its digest. Raises ValueError if the fields are no record's.
+
+    Commits with equal environments have one and the same object.
+    """
+    try:
+        environments, listed = fields["environments"], fields["commits"]
+        return [{**one, "environment": environments[one["environment"]]} for one in listed]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"it is no record of commits: {error!r}") from None
+
+
+def read_commits(data: bytes, path: str) -> list[Commit]:
+    """Return the commits in a file of an iteration: a record, or a commit of its own.
+
+    Raises Damaged, naming `path`, unless `data` are the bytes that were committed at `path`.
+    """
+    if layout.parse_record(path.rpartition("/")[2]) is None:
+        return [Commit.from_bytes(data, path)]
+    environments: dict[int, Environment] = {}
+    commits = []
+    with naming_damaged(f"record {path}"):
+        for fields in commits_of_record(unsealed_fields(data)):
+            own, digest = fields["environment"], fields.pop("digest", None)
+            # Thousands of commits may be in memory.
+            shared = environments.setdefault(id(own), Environment.model_validate(own))
+            commits.append(Commit.model_validate({**fields, "environment": shared}).within(path))
+            if commits[-1].digest != digest:
+                raise ValueError(f"{commits[-1].name} has another digest than it records")
+    for commit in commits:
+        if commit.step not in SHARED or path.rpartition("/")[0] != layout.iteration(commit.run, commit.iteration):
+            raise Damaged(f"record {path} is in the wrong place: it names {commit.name} of run {commit.run}")
+    return commits
+
+
+class Records:
+    """The records of one iteration, as far as they were read. Thread-safe."""
+
+    def __init__(self, store: Store, run: str, iteration: int) -> None:
+        self._store, self._run, self._iteration = store, run, iteration
+        self._lock = threading.RLock()
+        self._commits: dict[tuple[Step, str | None], Commit] = {}
+        self._number = 0
+        self._looked = False
+        self.has_others = False
+        """Whether commits of shards may be in files of their own."""
+        self.recorder = Recorder(self.create)
+
+    def find(self, step: Step, shard: str | None, *, owned: bool) -> Commit | None:
+        """Return a commit, or None. Makes requests if it has not been read: for each new record, and one more.
+
+        Args:
+            owned: whether only this process makes records. Then they are read once, with one listing.
+        """
+        with self._lock:
+            commit = self._commits.get((step, shard))
+            if commit is None and not (owned and self._looked):
+                if owned:
+                    names = self._store.list(layout.iteration(self._run, self._iteration))
+                    self.has_others |= any(name.startswith(tuple(SHARED)) for name in names)
+                    self.all([number for name in names if (number := layout.parse_record(name)) is not None])
+                self.read_on()
+                self._looked |= owned
+                commit = self._commits.get((step, shard))
+            return commit
+
+    def is_fresh(self, *, owned: bool) -> bool:
+        """Return whether the iteration had no files of shards when this process, which alone makes commits, first
+        looked."""
+        return owned and self._looked and not self.has_others
+
+    def all(self, listed: Sequence[int]) -> list[Commit]:
+        """Return the commits of the records with these numbers and of those read before. Requests are parallel."""
+        with self._lock:
+            paths = [self._path(number) for number in range(self._number, max(listed, default=-1) + 1)]
+            for path, data in zip(paths, self._store.read_many(paths), strict=True):
+                if data is None:
+                    raise Damaged(f"{path} is missing, although later records exist")
+                self._add(path, data)
+            return list(self._commits.values())
+
+    def read_on(self) -> bool:
+        """Read the records after those that were read. Return whether there are any."""
+        with self._lock:
+            before = self._number
+            while True:
+                path = self._path(self._number)
+                try:
+                    data = self._store.read(path)
+                except FileNotFoundError:
+                    return self._number > before
+                self._add(path, data)
+
+    def create(self, commits: Sequence[Commit], guard: Callable[[], None]) -> list[Commit]:
+        """Record the commits that no record holds. Return the commits that the ledger now has, in the same order.
+
+        Raises StoreError, and what `guard` raises, which is called right before each try.
+        """
+        with self._lock:
+            try:
+                while new := [one for one in commits if (one.step, one.shard) not in self._commits]:
+                    path = self._path(self._number)
+                    placed = [one.within(path) for one in new]
+                    while len(data := record_bytes(placed)) > _FULL and len(placed) > 1:
+                        placed = placed[: len(placed) // 2]
+                    if self._store.create(path, data, guard):
+                        self._commits |= {(one.step, one.shard): one for one in placed}
+                        self._number += 1
+                    elif not self.read_on():
+                        raise StoreError(f"{path} could not be created, but it does not exist either")
+            except BaseException:
+                self._looked = False  # the record may have been created all the same
+                raise
+            return [self._commits[one.step, one.shard] for one in commits]
+
+    def _add(self, path: str, data: bytes) -> None:
+        for commit in read_commits(data, path):
+            self._commits.setdefault((commit.step, commit.shard), commit)
+        self._number += 1
+
+    def _path(self, number: int) -> str:
+        return layout.record(self._run, self._iteration, number)
+
+
+class RecentRecords:
+    """The records of the iterations that were asked for last. Thread-safe."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._records: OrderedDict[tuple[str, int], Records] = OrderedDict()
+
+    def of(self, run: str, iteration: int) -> Records:
+        """Return the records of an iteration of a run."""
+        with self._lock:
+            records = self._records.setdefault((run, iteration), Records(self._store, run, iteration))
+            self._records.move_to_end((run, iteration))
+            idle = [place for place, one in self._records.items() if not one.recorder.busy]
+            for place in idle[: max(0, len(self._records) - _KEPT)]:
+                del self._records[place]
+            return records
+
+
+class _Waiting:
+    """A commit that waits for its record."""
+
+    def __init__(self, commit: Commit, attempt: AttemptFolder) -> None:
+        self.commit = commit
+        self.attempt = attempt
+        self.woken = threading.Event()
+        self.done = False
+        self.error: BaseException | None = None
+
+
+class Recorder:
+    """Brings the commits of one iteration's shards into records. Thread-safe.
+
+    Of the threads that wait, the first one writes; the others sleep.
+    """
+
+    def __init__(self, create: Callable[[Sequence[Commit], Callable[[], None]], Sequence[Commit]]) -> None:
+        """`create` records commits, with a guard, and returns those that the ledger then has (`Records.create`)."""
+        self._create = create
+        self._changed = threading.Condition()
+        self._running = 0
+        self._waiting: list[_Waiting] = []
+        self._led = False
+        """Whether one of the waiting threads writes."""
+        self._last = float("-inf")
+        """Time of the last record by the monotonic clock."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a shard runs."""
+        return self._running > 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count a shard as running while the block runs: other commits may wait for its own."""
+        with self._changed:
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify()
+
+    def commit(self, commit: Commit, attempt: AttemptFolder, guard: Callable[[], None]) -> Commit:
+        """Return the commit that the ledger has once a record holds it. Raises as `Records.create`.
+
+        Args:
+            attempt: whose write-ahead parts are then deleted.
+            guard: called right before each try at a record.
+        """
+        own = _Waiting(commit, attempt)
+        with self._changed:
+            self._waiting.append(own)
+            leads, self._led = not self._led, True
+            self._changed.notify()
+        if not leads:
+            own.woken.wait()
+        if not own.done:
+            self._lead(own, guard)
+        if own.error is not None:
+            raise own.error
+        return own.commit
+
+    def _lead(self, own: _Waiting, guard: Callable[[], None]) -> None:
+        """Write a record. Then one of the threads that still wait writes the next."""
+        batch = [own]
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._waiting) >= self._running, self._delay())
+                batch, self._waiting = self._waiting, []
+                self._last = time.monotonic()
+            for one, commit in zip(batch, self._create([one.commit for one in batch], guard), strict=True):
+                one.commit = commit
+            discard_superseded(one.attempt for one in batch)
+        except BaseException as error:
+            for one in batch:
+                one.error = error
+        with self._changed:
+            self._waiting = [one for one in self._waiting if one not in batch]
+            self._led = bool(self._waiting)
+            successor = self._waiting[:1]
+        for one in batch:
+            one.done = True
+        for one in [*batch, *successor]:
+            one.woken.set()
+
+    def _delay(self) -> float:
+        pace = min(LONGEST_WAIT, PACE * self._running)
+        return max(0.0, self._last + pace - time.monotonic())

@@ -1,0 +1,100 @@
+"""The main program of the process beside the driver, in which the bodies of steps run: `cairn.tasks.durable.beside`.
+
+A body gets a run that has the ledger to read, and of the driver's run only the grader, by questions. Everything else
+that a live run has raises an error.
+"""
+
+from collections.abc import Hashable, Sequence
+from copy import copy
+from functools import cached_property, partial
+from typing import Any
+
+from cairn.engines.models.tokenizers import load_tokenizer, stop_clock
+from cairn.engines.types.errors import EngineError
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.snapshots import Attempt
+from cairn.storage.opening import open_store
+from cairn.tasks.durable.beside import Question, serve
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.step import GraderTerms, Outcome, StepCall, StepRequest
+from cairn.tasks.rewards.grader import Graded
+from cairn.tasks.rewards.sample import Sample
+from cairn.tasks.steps import steps_of
+
+MODULE = "cairn.tasks.step_process"
+CACHE_BYTES = 1 << 30
+"""Instead of `cairn.tasks.durable.recorded_run.TABLE_CACHE_BYTES`: files of an iteration are read by several steps."""
+
+
+class DriversGrader:
+    """A grader in the driver, as `cairn.tasks.rewards.grader.Grading`."""
+
+    sees_messages = False
+
+    def __init__(self, terms: GraderTerms, ask: Question) -> None:
+        self.name, self.version = terms.name, terms.version
+        self.sees_whole_samples, self.sees_tokens = terms.sees_whole_samples, terms.sees_tokens
+        self.by_group = terms.by_group
+        self._ask = ask
+
+    def grade(self, samples: Sequence[Sample], groups: Sequence[Hashable] | None = None) -> list[Graded]:
+        """Grade a batch: see `Grading.grade`."""
+        graded: list[Graded] = self._ask((samples, groups))
+        return graded
+
+    def close(self) -> None:
+        """Do nothing: the driver closes its grader."""
+
+
+class LazyTokenizer:
+    """The tokenizer, which is loaded when a grader needs it."""
+
+    def __init__(self, folder: str, created_at: float) -> None:
+        self._folder, self._created_at = folder, created_at
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loaded, name)
+
+    @cached_property
+    def _loaded(self) -> Any:
+        tokenizer = load_tokenizer(self._folder)
+        stop_clock(tokenizer, self._created_at)
+        return tokenizer
+
+
+def main(connection: int, parent: int) -> None:
+    """Serve the driver `parent` over a connection until it ends."""
+    serve(connection, parent, partial(_run, {}))
+
+
+def _run(opened: dict[tuple[str, str], RunContext], request: StepRequest, ask: Question) -> Outcome:
+    """Execute a step's body and write its files. `opened`: runs that requests have read before."""
+    key = request.store_url, request.run
+    if key not in opened:
+        opened[key] = _open(request)
+    run = copy(opened[key])
+    run.config, run.graders = request.config, {None: DriversGrader(request.grader, ask)}
+    step = steps_of(request.config)[request.step]
+    attempt = Attempt(run.ledger.store, request.run, request.iteration, request.step, request.shard, request.attempt)
+    call = StepCall(run, request.iteration, request.shard, attempt, request.input_digest, request.earlier_digests)
+    return step.perform(call, *request.args, **request.kwargs)
+
+
+def _open(request: StepRequest) -> RunContext:
+    return RunContext(
+        request.config,
+        Ledger.open(open_store(request.store_url), request.run),
+        fleet=_no_fleet,
+        tokenizer=LazyTokenizer(request.config.model.path, request.created_at),
+        data=None,  # type: ignore[arg-type]
+        max_prompt_len=0,
+        benchmarks={},
+        graders={},
+        environment=request.environment,
+        emit=lambda event: None,
+        cache_bytes=CACHE_BYTES,
+    )
+
+
+def _no_fleet() -> Any:
+    raise EngineError("a step beside the driver has no engines")

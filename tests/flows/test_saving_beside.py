@@ -1,0 +1,163 @@
+"""A checkpoint is written while the next iterations run, and its commit follows."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.pipeline import Pipeline
+from cairn.flows.train import first_to_execute
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.store.errors import StoreError
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.step import DurableStep
+from tests.forks import FORKS
+from tests.local_fleet import LocalFleet
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
+
+ITERATIONS = 3
+
+
+class Beside(DirectSteps):
+    """Runs submitted steps in threads, and a checkpoint that the store refused once more."""
+
+    def __init__(self, run: RunContext) -> None:
+        super().__init__(run)
+        self._pool = ThreadPoolExecutor(4)
+
+    def submit(
+        self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any
+    ) -> "Future[Commit]":
+        def execute() -> Commit:
+            try:
+                return self.call(step, index, shard, *args, **kwargs)
+            except StoreError:
+                return self.call(step, index, shard, *args, **kwargs)
+
+        return self._pool.submit(execute)
+
+
+def tiny(assets: Path) -> RunConfig:
+    return tiny_config(assets, rollout={"num_rollout": ITERATIONS}, checkpoint={"save_interval": 1})
+
+
+def drive(run: RunContext, saved: Callable[[], None] = lambda: None) -> None:
+    pipeline = Pipeline(
+        run,
+        Beside(run),
+        first_to_execute(run),
+        learned=lambda index: None,
+        saved=saved,
+        stop=run.stopping.set,
+    )
+    with closing(pipeline.run(pipeline.iterate, ITERATIONS)) as iterations:
+        assert [index for index, _ in iterations][-1] == ITERATIONS - 1
+
+
+def after_update(run: RunContext, fleet: LocalFleet, iteration: int, then: Callable[[int], None]) -> None:
+    """Let no checkpoint before `iteration` be written before its update is committed, and call `then` before each write
+    with its number."""
+    committed, write, commit = threading.Event(), fleet.training.write_copy, run.commit
+    writes: list[int] = []
+
+    def written(*args: Any) -> Any:
+        writes.append(len(writes))
+        if writes[-1] == iteration - 1:
+            assert committed.wait(120)
+        then(writes[-1])
+        return write(*args)
+
+    def noted(**fields: Any) -> Commit:
+        made = commit(**fields)
+        if (fields["iteration"], fields["step"]) == (iteration, Step.TRAIN):
+            committed.set()
+        return made
+
+    fleet.training.write_copy = written  # type: ignore[method-assign]
+    run.commit = noted  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str | None]:
+    with tiny_context(str(tmp_path_factory.mktemp("undisturbed")), tiny(tiny_assets)) as (run, _):
+        drive(run)
+        return train_digests(run, range(ITERATIONS))
+
+
+def test_the_next_update_is_made_while_a_checkpoint_is_written_and_a_refused_one_is_of_the_same_copy(
+    tiny_assets: Path, tmp_path: Path, undisturbed: list[str | None]
+) -> None:
+    config = tiny(tiny_assets)
+    fleet = LocalFleet(config)
+    saved: list[int] = []
+
+    def refuse_first(number: int) -> None:
+        if number == 0:
+            raise StoreError("no answer")
+
+    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
+        after_update(run, fleet, 1, refuse_first)
+        drive(run, lambda: saved.append(len(saved)))
+        commits = [run.committed(index, Step.CHECKPOINT) for index in range(ITERATIONS)]
+        assert commits[0].committed_at > run.committed(1, Step.TRAIN).committed_at
+        for index, commit in enumerate(commits):
+            assert commit.state_digest == undisturbed[index]
+            fleet.training.load(str(tmp_path), run.ledger.folder_of(commit))
+            assert fleet.training.engine.state_digest() == undisturbed[index]
+        assert train_digests(run, range(ITERATIONS)) == undisturbed
+    assert (fleet.training.updates, fleet.training.restarts) == (ITERATIONS, 0)
+    assert len(saved) == ITERATIONS
+
+
+def be_killed(store: str, config: RunConfig) -> None:
+    fleet = LocalFleet(config)
+
+    def die(number: int) -> None:
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with tiny_context(store, config, fleet=fleet) as (run, _):
+        after_update(run, fleet, 2, die)
+        drive(run)
+
+
+@pytest.mark.proof
+def test_a_driver_killed_while_it_writes_leaves_no_checkpoint_and_the_next_begins_at_the_one_before(
+    tiny_assets: Path, tmp_path: Path, undisturbed: list[str | None]
+) -> None:
+    config = tiny(tiny_assets)
+    driver = FORKS.Process(target=be_killed, args=(str(tmp_path), config))
+    driver.start()
+    driver.join(300)
+    assert driver.exitcode == -signal.SIGKILL
+    with tiny_context(str(tmp_path), config) as (run, events):
+        assert run.find(2, Step.TRAIN) is not None
+        assert run.find(1, Step.CHECKPOINT) is None
+        drive(run)
+        assert train_digests(run, range(ITERATIONS)) == undisturbed
+        assert run.find(1, Step.CHECKPOINT) is None
+        assert run.find(2, Step.CHECKPOINT) is not None
+    told = [getattr(event, "text", "") for event in events]
+    assert any("from the checkpoint of iteration 0; 2 committed step(s) to replay" in text for text in told)
+
+
+def test_a_checkpoint_that_was_not_written_is_made_where_the_next_update_was_not(
+    tiny_assets: Path, tmp_path: Path, undisturbed: list[str | None]
+) -> None:
+    config = tiny(tiny_assets)
+    with tiny_context(str(tmp_path), config) as (run, _):
+        drive(run)
+        for name in ("000001/checkpoint.json", "000002/train.json"):
+            for path in run.ledger.store.find("runs"):
+                index, _, step = name.partition("/")
+                if path.endswith(f"/{index}/{step}"):
+                    run.ledger.store.delete(path)
+    with tiny_context(str(tmp_path), config) as (run, _):
+        assert first_to_execute(run) == 1

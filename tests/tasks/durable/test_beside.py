@@ -1,0 +1,125 @@
+"""Steps beside the driver: the same commits, the driver's own grader and the same errors."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.types.errors import EngineDied
+from cairn.flows.iteration import iteration
+from cairn.storage.ledger.commits import Step
+from cairn.tasks.durable import step as durable_step
+from cairn.tasks.durable.beside import StepProcess
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.selecting.filter import BatchNotFilled
+from cairn.tasks.step_process import MODULE
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context
+
+WHOLE = """
+from cairn import Sample
+
+
+def grade(sample: Sample) -> float:
+    return sum(sample.response_ids) % 7 / 7 + (sample.prompt is not None)
+"""
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[StepProcess]:
+    with closing(StepProcess(MODULE)) as opened:
+        yield opened
+
+
+@contextmanager
+def driven(
+    store: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch, process: StepProcess | None
+) -> Iterator[RunContext]:
+    """A run whose steps run in a process beside it, however little they read; or in this one."""
+    monkeypatch.setattr(durable_step, "BESIDE_BYTES", 0)
+    with tiny_context(str(store), config) as (run, _):
+        if process is not None:
+            run.attach(process)
+        yield run
+
+
+def made(run: RunContext) -> list[Any]:
+    iteration(run, DirectSteps(run), 0)
+    commits = run.ledger.commits(0)
+    return [
+        (commit.name, [(one.content or one.sha256, one.rows) for one in commit.tables], commit.values, commit.metrics)
+        for commit in commits
+        if commit.step in (Step.ROLLOUT, Step.REWARD, Step.FILTER, Step.ADVANTAGE, Step.TRAIN)
+    ]
+
+
+def child_of(run: RunContext) -> int:
+    process = run.attached(StepProcess)
+    assert process is not None
+    assert process._child is not None, "the witness that a step ran there"
+    return process._child.pid
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_steps_beside_the_driver_commit_what_they_would_in_it(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process: StepProcess, whole: bool
+) -> None:
+    (tmp_path / "whole.py").write_text(WHOLE)
+    reward = {"custom_rm_path": f"{tmp_path / 'whole.py'}:grade"} if whole else {}
+    config = tiny_config(tiny_assets, reward=reward)
+    with driven(tmp_path / "here", config, monkeypatch, None) as run:
+        expected = made(run)
+    with driven(tmp_path / "beside", config, monkeypatch, process) as run:
+        graded, grade = list[int](), run.grader.grade
+        monkeypatch.setattr(run.grader, "grade", lambda *asked: graded.append(os.getpid()) or grade(*asked))
+        assert made(run) == expected
+        assert set(graded) == {os.getpid()}
+        assert child_of(run) != os.getpid()
+
+
+@pytest.mark.slow
+def test_an_error_beside_the_driver_is_raised_in_it_and_a_lost_process_is_replaced(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process: StepProcess
+) -> None:
+    (tmp_path / "equal.py").write_text("def grade(response, label, metadata):\n    return 1.0\n")
+    config = tiny_config(
+        tiny_assets,
+        rollout={"dynamic_sampling_filter": "check_reward_nonzero_std", "max_refill_rounds": 1},
+        reward={"custom_rm_path": f"{tmp_path / 'equal.py'}:grade"},
+    )
+    with driven(tmp_path / "store", config, monkeypatch, process) as run:
+        grade = run.grader.grade
+
+        def striking(*asked: Any) -> Any:
+            os.kill(child_of(run), signal.SIGKILL)
+            return grade(*asked)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(run.grader, "grade", striking)
+            with pytest.raises(EngineDied, match="was lost"):
+                iteration(run, DirectSteps(run), 0)
+        with pytest.raises(BatchNotFilled, match="all samples of those groups have the same reward") as error:
+            iteration(run, DirectSteps(run), 0)
+        assert error.value.advice
+
+
+def test_what_the_grader_raises_reaches_the_driver_as_it_was(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process: StepProcess
+) -> None:
+    class Full(Exception):
+        """One that no other process can load."""
+
+    with driven(tmp_path, tiny_config(tiny_assets), monkeypatch, process) as run:
+        error = Full("no room")
+
+        def failing(*asked: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(run.grader, "grade", failing)
+        with pytest.raises(Full) as raised:
+            iteration(run, DirectSteps(run), 0)
+        assert raised.value is error
