@@ -50,6 +50,7 @@ BENCHMARKS = {
     "rescore": "bench.rescore",
     "start": "bench.start",
     "recovery": "bench.recovery",
+    "checkpoint": "bench.checkpoint",
     "trl": "bench.trl",
 }
 

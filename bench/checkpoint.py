@@ -1,8 +1,10 @@
-"""Checkpoints of four ranks over gloo: seconds for which training waits, seconds until all is written, and what a
-restore reads.
+"""Checkpoints of four ranks over gloo: how long training waits, how long all takes, and what a restore reads.
 
-`python -m bench.checkpoint --engine megatron --hidden 512 --layers 6` trains nothing: it writes and reads the state of
-a new model several times, in a local folder.
+    python -m bench.checkpoint [--engine megatron] [--hidden 512] [--layers 8] [--repeats 3] [--smoke] [--json FILE]
+
+Nothing is trained: the ranks write the state of a new Qwen3 model (float32, with moments) into a folder of
+this machine several times, copy it as often, and read one of the checkpoints. Seconds end when the last rank has ended.
+The ratio of the copy to the whole checkpoint is the part for which training waits.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from bench.command import parse, say
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
@@ -99,11 +102,10 @@ def rank_main(rank: int, args: argparse.Namespace, work: Path) -> None:
         engine.save(store, f"whole-{number}")
         dist.barrier()
         whole.append(time.perf_counter() - began)
-        if hasattr(engine, "copy_state"):
-            began = time.perf_counter()
-            engine.copy_state()
-            dist.barrier()
-            waits.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        engine.copy_state()
+        dist.barrier()
+        waits.append(time.perf_counter() - began)
     began = time.perf_counter()
     engine.load(store, "whole-0")
     dist.barrier()
@@ -116,27 +118,35 @@ def rank_main(rank: int, args: argparse.Namespace, work: Path) -> None:
             "state_mb": round(size / 1e6, 1),
             "save_s": [round(each, 3) for each in whole],
             "blocking_s": [round(each, 3) for each in waits],
-            "blocking_share": round(statistics.median(waits) / statistics.median(whole), 3) if waits else 1.0,
+            "blocking_share": round(statistics.median(waits) / statistics.median(whole), 3),
             "load_s": round(loaded, 2),
             "read_over_state": round(sum(bytes_ for bytes_, _ in read) / size, 3),
             "requests": sum(requests for _, requests in read),
             "files": len(store.find("whole-0")),
         }
-        print(json.dumps(report), flush=True)
+        (work / "report.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engine", choices=LAYOUTS, default="megatron")
+    """Measure one engine or all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--engine", choices=LAYOUTS, help="one engine and layout; by default all")
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        model_folder(work / "model", args.hidden, args.layers)
-        torch.multiprocessing.start_processes(rank_main, (args, work), nprocs=RANKS, start_method="spawn")
+    args = parse(parser, engine="megatron", hidden=64, layers=2, repeats=1)
+    results = {}
+    for engine in [args.engine] if args.engine else LAYOUTS:
+        args.engine = engine
+        with tempfile.TemporaryDirectory() as folder:
+            work = Path(folder)
+            model_folder(work / "model", args.hidden, args.layers)
+            torch.multiprocessing.start_processes(rank_main, (args, work), nprocs=RANKS, start_method="spawn")
+            results[engine] = json.loads((work / "report.json").read_text())
+        say(f"{engine}: {json.dumps(results[engine])}")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

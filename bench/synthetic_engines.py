@@ -207,7 +207,7 @@ class SyntheticTrainingEngine:
         return [np.full(length, -1.0, np.float32) for length in batch.response_lengths]
 
     def write_scores(self, batch: Any, roles: Sequence[ModelRole], writer: Any) -> Any:
-        reader = batch.open()
+        reader = batch.reader()
         held, _ = self._read(reader)
         return writer.write(reader, held, {role: self.score(held, role) for role in roles}) if self._rank == 0 else None
 
@@ -263,7 +263,7 @@ class SyntheticTrainingEngine:
         """Return this rank's rows of a batch, and the tokens of all sequences."""
         if isinstance(batch, TrainBatch):  # code before ranks read their rows
             return batch, list(map(len, batch.input_ids))
-        return self._read(batch.open())
+        return self._read(batch.reader())
 
     def _read(self, reader: Any) -> tuple[TrainBatch, list[int]]:
         outline = reader.outline([reader.sizes(part) for part in range(reader.parts)])

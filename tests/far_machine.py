@@ -3,11 +3,10 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 import psutil
 
@@ -15,6 +14,7 @@ from tests import machines, network
 from tests.machines import Machine, machine
 from tests.network import Host, host
 from tests.ray_fixtures import ray_head
+from tests.redis_server import Redis
 from tests.waiting import wait_for
 
 OPTIONS = {
@@ -43,8 +43,8 @@ class Far:
     cpus: int
     log: Path
     """Of what starts Ray there."""
-    environment: Mapping[str, str]
-    """Further variables of the head."""
+    redis: Redis | None
+    """Where the head has its state; None for its memory."""
     _heads: ExitStack
     address: str = field(init=False)
     """Of the head."""
@@ -55,8 +55,9 @@ class Far:
         """Start the head, on a port that is free unless one is given; one that comes back takes up its state in Redis,
         if it has one."""
         options = [f"--node-ip-address={self.host.here}", f"--num-cpus={self.here}", f"--port={port}"]
-        system = f"--system-config={json.dumps(OPTIONS)}"
-        self.address = self._heads.enter_context(ray_head(*options, system, environment=self.environment))
+        options += [f"--system-config={json.dumps(OPTIONS)}", *(self.redis.options if self.redis else [])]
+        environment = self.redis.environment if self.redis else {}
+        self.address = self._heads.enter_context(ray_head(*options, environment=environment))
         raylets = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
         (self.head,) = [raylet for raylet in raylets if option(raylet, "--node_ip_address") == self.host.here]
 
@@ -103,9 +104,9 @@ def option(process: psutil.Process, name: str) -> str:
 
 
 @contextmanager
-def cluster(folder: Path, here: int, far: int, environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[Far]:
-    """A head here, with further variables, and a machine elsewhere, with so many CPUs."""
+def cluster(folder: Path, here: int, far: int, redis: Redis | None = None) -> Iterator[Far]:
+    """A head here, with its state in Redis if one is given, and a machine elsewhere, with so many CPUs."""
     with host() as other, machine("far", folder, other) as there, ExitStack() as heads:
-        made = Far(there, other, here, far, folder / "far.log", environment, heads)
+        made = Far(there, other, here, far, folder / "far.log", redis, heads)
         made.start_head()
         yield made

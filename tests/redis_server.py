@@ -5,9 +5,29 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.waiting import wait_for
+
+PASSWORD = "for-redis"
+
+
+@dataclass(frozen=True)
+class Redis:
+    """A server, as a Ray head is told of it."""
+
+    address: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of `ray start --head`."""
+        return {"RAY_REDIS_ADDRESS": self.address}
+
+    @property
+    def options(self) -> list[str]:
+        """Of the same."""
+        return [f"--redis-password={PASSWORD}"]
 
 
 def why_not() -> str | None:
@@ -16,16 +36,17 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def redis_server(folder: Path) -> Iterator[str]:
-    """A server on this machine that stores nothing in files. Yields its address."""
+def redis_server(folder: Path) -> Iterator[Redis]:
+    """A server on this machine that stores nothing in files."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder)]
-    server = subprocess.Popen(["redis-server", *options], stdout=subprocess.DEVNULL)
+    options = ["--save", "", "--appendonly", "no", "--requirepass", PASSWORD]  # as in docker-compose.yml
+    here = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder)]
+    server = subprocess.Popen(["redis-server", *options, *here], stdout=subprocess.DEVNULL)
     try:
         wait_for(lambda: _listens(port))
-        yield f"127.0.0.1:{port}"
+        yield Redis(f"127.0.0.1:{port}")
     finally:
         server.kill()
         server.wait(30)

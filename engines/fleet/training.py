@@ -125,8 +125,9 @@ class TrainingHandle(ModelHandle):
         """Restart the engine if it does not live, and return its position. For a living engine both calls run at the
         same time."""
         restarts, calls = self.restarts, None
-        with suppress(EngineDied):  # `ensure_alive` detects that too
-            calls = self.call_all(None, TrainingEngine.position)
+        if not self.suspect:  # `ensure_alive` restarts such an engine, and Ray would print an error that nobody reads
+            with suppress(EngineDied):  # `ensure_alive` detects that too
+                calls = self.call_all(None, TrainingEngine.position)
         self.ensure_alive()
         if calls is None or self.restarts != restarts:
             return self.position()

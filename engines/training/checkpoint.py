@@ -11,7 +11,6 @@ parameters and moments as safetensors, whole tensors whatever the layout of rank
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from pydantic import BaseModel, Field
@@ -75,8 +74,6 @@ class TrainingState(Described):
 _TRAINED = ("parameters", "exp_avg", "exp_avg_sq")
 """Kinds of tensors in a state: every parameter has the first, only trained parameters have the moments."""
 
-Description = TypeVar("Description", bound=Described)
-
 
 def in_buckets(
     named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
@@ -101,7 +98,7 @@ def write_sealed(store: Store, path: str, state: Described) -> StoredFile:
     return StoredFile(path, len(data), hashlib.sha256(data).hexdigest())
 
 
-def read_sealed(store: Store, folder: str, name: str, kinds: Mapping[int, type[Description]]) -> Description:
+def read_sealed(store: Store, folder: str, name: str, kinds: Mapping[int, type[Described]]) -> Described:
     """Return the description of a checkpoint, read from the file `name`. `kinds`: the descriptions by their format.
 
     Raises:

@@ -317,7 +317,7 @@ class ExactlyOnceEngine(ABC):
 
     def write_scores(self, batch: BatchSource, roles: Sequence[ModelRole], writer: ScoreWriter) -> Any:
         self._require_ready()
-        reader = batch.open()
+        reader = batch.reader()
         outline = self._rows.outline(reader)
         plan = self._scoring_plan(outline)
         held = self._rows.read(reader, _sequences(plan))
@@ -351,9 +351,9 @@ class ExactlyOnceEngine(ABC):
         self._copy = None
 
     def save(self, store: Store, folder: str) -> list[StoredFile]:
-        self.copy_state()
         written: list[StoredFile] = []
         with raising_together(self._world_size, self._device):
+            self.copy_state()
             written = self.write_copy(store, folder)
         every: list[Any] = [written] * self._world_size
         if self._world_size > 1:
@@ -414,7 +414,7 @@ class ExactlyOnceEngine(ABC):
         if isinstance(batch, TrainBatch):
             check_batch(batch)
             return BatchOutline.of(batch), lambda own: batch
-        reader = batch.open()
+        reader = batch.reader()
         return self._rows.outline(reader), partial(self._rows.read, reader)
 
     def _planned(self, outline: BatchOutline, samples: range) -> _OptimizerStep:

@@ -14,7 +14,7 @@ every byte is read once. A chunk is verified before any of its values is used.
 import hashlib
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice, zip_longest
@@ -325,8 +325,11 @@ def read_parts(
     by_name: dict[str, list[tuple[Region, torch.Tensor]]] = {}
     for region, into in targets:
         by_name.setdefault(region.name, []).append((region, into))
+    every: list[Any] = [set(by_name)] * world_size
+    if world_size > 1:
+        dist.all_gather_object(every, set(by_name))
     with raising_together(world_size, device):
-        _check_names(saved, by_name, world_size, wanted)
+        _check_names(saved, by_name, set().union(*every), wanted)
     ranges = _assigned(saved, by_name, world_size, rank)
     error: Exception | None = None
     filled = dict.fromkeys(by_name, 0)
@@ -336,7 +339,8 @@ def read_parts(
                 content = data.result() if data is not None else b""
             except Exception as failure:  # raised below, once the other ranks have got what they wait for
                 error = error or failure
-                content = bytes(_size(saved, wave[rank])) if wave[rank] is not None else b""
+                mine = wave[rank]
+                content = b"" if mine is None else bytes(_size(saved, mine))
             for held, received in _exchanged(saved, wave, content, rank, device):
                 if error is None:
                     _fill(saved.files[held.file], held, received, by_name, filled)
@@ -350,22 +354,22 @@ def read_parts(
 
 
 def _check_names(
-    saved: Saved, targets: dict[str, list[tuple[Region, torch.Tensor]]], world_size: int, wanted: Callable[[str], bool]
+    saved: Saved,
+    targets: dict[str, list[tuple[Region, torch.Tensor]]],
+    known: Set[str],
+    wanted: Callable[[str], bool],
 ) -> None:
-    for name, ((region, _), *_) in targets.items():
-        if name in saved.shapes and saved.shapes[name] != region.shape:
-            raise Damaged(
-                f"checkpoint {saved.folder} holds {name} as {saved.shapes[name]}, where the model has {region.shape}: "
-                "it is a checkpoint of another model"
-            )
-    every: list[Any] = [set(targets)] * world_size
-    if world_size > 1:
-        dist.all_gather_object(every, set(targets))
-    known = set().union(*every)
+    """Raise Damaged unless a checkpoint holds the tensors that the ranks know, and no others that are wanted."""
     if lacking := sorted(known - saved.shapes.keys()):
         raise Damaged(f"checkpoint {saved.folder} lacks {_listed(lacking)} ({len(lacking)} in all)")
     if unknown := sorted(name for name in saved.shapes.keys() - known if wanted(name)):
         raise Damaged(f"checkpoint {saved.folder} holds {_listed(unknown)}, which the model does not have")
+    for name, ((region, _), *_) in targets.items():
+        if saved.shapes[name] != region.shape:
+            raise Damaged(
+                f"checkpoint {saved.folder} holds {name} as {saved.shapes[name]}, where the model has {region.shape}: "
+                "it is a checkpoint of another model"
+            )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -462,11 +466,11 @@ def _exchanged(
 ) -> Iterator[tuple[_Range, torch.Tensor]]:
     """Yield the ranges of a wave that this rank needs: its own, and those that others have read and sent."""
     own = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    if wave[rank] is not None:
-        yield wave[rank], own  # type: ignore[misc]
+    mine = wave[rank]
+    if mine is not None:
+        yield mine, own
     if not any(one is not None and len(one.ranks) > 1 for one in wave):
         return
-    mine = wave[rank]
     sends = [len(own) if mine is not None and to != rank and to in mine.ranks else 0 for to in range(len(wave))]
     receives = [
         _size(saved, one) if one is not None and reader != rank and rank in one.ranks else 0

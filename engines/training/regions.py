@@ -33,6 +33,11 @@ class Region:
             columns *= size
         return cls(name, shape, columns, row, 0, height, columns, 0, height * columns)
 
+    @classmethod
+    def whole(cls, name: str, shape: tuple[int, ...]) -> "Region":
+        """Return all of a tensor."""
+        return cls.rows(name, shape, 0, shape[0] if shape else 1)
+
     def __len__(self) -> int:
         return self.end - self.start
 

@@ -79,7 +79,7 @@ class BatchReader(Protocol):
 class BatchSource(Protocol):
     """A batch in storage. Can be pickled; small."""
 
-    def open(self) -> BatchReader:
+    def reader(self) -> BatchReader:
         """Begin to read the batch."""
 
 

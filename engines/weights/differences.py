@@ -28,6 +28,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
+from cairn.storage.store.canonical import from_json
+
 FORMAT = "1"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LONGEST_GAP = 255
@@ -167,14 +169,14 @@ def _steps(parts: dict[str, np.ndarray], size: int, changed: int) -> torch.Tenso
 def _header(data: bytes) -> dict[str, Any]:
     length = int.from_bytes(data[:8], "little")
     try:
-        metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+        metadata = from_json(data[8 : 8 + length])["__metadata__"]
         version, header = metadata["cairn.difference"], metadata["header"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"it is not a difference of weights: {error!s:.200}") from None
     if version != FORMAT:
         raise ValueError(f"it is a difference of format {version!s:.20}, this version of Cairn reads format {FORMAT}")
     try:
-        parsed = json.loads(header)
+        parsed = from_json(header)
     except (ValueError, TypeError) as error:
         raise ValueError(f"its header is broken: {error!s:.200}") from None
     if not isinstance(parsed, dict):

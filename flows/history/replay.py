@@ -298,3 +298,6 @@ class _Done:
         if self._commit is None:
             raise _EndOfLedger
         return self._commit
+
+    def add_done_callback(self, fn: Callable[[Any], None], /) -> None:
+        fn(self)

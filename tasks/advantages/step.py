@@ -336,10 +336,10 @@ def estimated(
 
     Raises NothingLeft where an optimizer step would have no trained token.
     """
-    columns = ["response_ids", "log_probs", "loss_mask", "weight_versions", "status", "segments"]
+    columns = ["log_probs", "loss_mask", "weight_versions", "status", "segments"]
     columns += [field.name for field in (TRAJECTORIES, TRAJECTORY_ROLES, TURN_REWARDS)]
     samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, columns)).combine_chunks()
-    lengths = samples.column("response_ids").combine_chunks().value_lengths().to_numpy()
+    lengths = samples.column("loss_mask").combine_chunks().value_lengths().to_numpy()
     statuses = samples.column("status").to_pylist()
     rewards_per_group, own_rewards, raw_rewards = _rewards(run, selection, rollouts, rewards)
     rewards_flat = np.concatenate(rewards_per_group)

@@ -87,7 +87,7 @@ class SnapshotBatch:
     masks: bool = False
     """Whether the first rank gets the loss masks of all samples."""
 
-    def open(self) -> "SnapshotReader":
+    def reader(self) -> "SnapshotReader":
         """Begin to read the batch, in any process."""
         return SnapshotReader(self, _ledger(self.store_url, self.run, self.run_id))
 

@@ -167,9 +167,12 @@ class StepRequest:
         )
 
 
-def goes_beside(run: RunContext) -> bool:
-    """Return whether a run's steps need nothing of its data, which is open in the driver alone."""
-    return not isinstance(run.data, MixedData) and not run.grader.sees_messages
+def goes_beside(call: StepCall) -> bool:
+    """Return whether a step needs nothing of the run's data, which is open in the driver alone, and writes into the
+    run's own store."""
+    run = call.run
+    in_store = call.attempt.store.url == run.ledger.store.url
+    return in_store and not isinstance(run.data, MixedData) and not run.grader.sees_messages
 
 
 def _large(arguments: Sequence[Any]) -> bool:
@@ -270,7 +273,7 @@ class DurableStep(Generic[Args]):
         A body that may run beside the driver does so where the run has a process for it and there is much to read.
         """
         process = call.run.attached(StepProcess)
-        if process is not None and self.beside and _large([*args, *kwargs.values()]) and goes_beside(call.run):
+        if process is not None and self.beside and goes_beside(call) and _large([*args, *kwargs.values()]):
             outcome: Outcome = process.call(StepRequest.of(self.name, call, args, kwargs), partial(_answer, call.run))
             return outcome
         call = replace(call, run=call.run.seen_as(view(call.run.config, self._reader(call.run.config))))

@@ -49,9 +49,16 @@ def sampled_as_newest(ledger: Ledger, iteration: int) -> int:
 
 def token_ages(ledger: Ledger, iteration: int, weight_versions: np.ndarray) -> np.ndarray:
     """Return the age, in iteration `iteration`, of tokens that were sampled from the weight versions [T]: [T] int32."""
-    versions, places = np.unique(weight_versions, return_inverse=True)
-    ages = [iteration - sampled_from(ledger, version) for version in versions.tolist()]
-    return np.asarray(ages, np.int32)[places]
+    if not len(weight_versions):
+        return np.zeros(0, np.int32)
+    first, last = int(weight_versions.min()), int(weight_versions.max())
+    if first == last:  # as in most batches
+        return np.full(len(weight_versions), iteration - sampled_from(ledger, first), np.int32)
+    places = weight_versions - first
+    versions = np.flatnonzero(np.bincount(places))  # without sorting all tokens
+    ages = np.zeros(last - first + 1, np.int32)
+    ages[versions] = [iteration - sampled_from(ledger, first + version) for version in versions.tolist()]
+    return ages[places]
 
 
 @lru_cache(maxsize=16)  # to read a whole configuration takes milliseconds, and a manifest never changes

@@ -33,17 +33,22 @@ def needs_scores(config: RunConfig) -> bool:
 
 @durable(Step.SCORE, externals=("model", "ref_model", "teacher_model", "critic_model"), engines=("training",))
 def score(step: StepCall, weights: Commit | None, selection: Commit, rollouts: list[Commit]) -> Outcome:
-    """Score every trained sample, in the order of the batch. The training ranks read the samples, and the first one
-    writes the scores, unless a served teacher answers to the driver."""
+    """Score every trained sample, in the order of the batch.
+
+    The training ranks read the samples, and the first one writes the scores. The driver does both where a served
+    teacher answers to it, and where the attempt is in a store of its own, as in a replay.
+    """
     run, config = step.run, step.run.config
     needed = scores_needed(config.algorithm, config.training.num_steps_per_rollout)
     top_k, roles = teacher_top_k(config.algorithm), list(dict.fromkeys(needed.values()))
     columns = ScoreColumns(needed, top_k, _vocabulary(run) if top_k else 0)
-    if "teacher" in roles and config.model.teacher_url is not None:
+    served = "teacher" if "teacher" in roles and config.model.teacher_url is not None else None
+    if served or step.attempt.store.url != run.ledger.store.url:
         batch = train_batch(run, selection, rollouts)
-        with _served_scores(_served_teacher(run, top_k), batch) as future:
-            scores = _engine_scores(run, weights, batch, [role for role in roles if role != "teacher"])
-            scores["teacher"] = future.result()
+        with _served_scores(_served_teacher(run, top_k) if served else None, batch) as future:
+            scores = _engine_scores(run, weights, batch, [role for role in roles if role != served])
+            if future is not None:
+                scores["teacher"] = future.result()
         samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, []))
         keys = list(zip(*(samples.column(name).to_pylist() for name in ("group_id", "sample_index")), strict=True))
         table, metrics = columns.table(keys, batch, join_by_sample(batch, batch.loss_mask), scores)
@@ -67,9 +72,12 @@ def _engine_scores(
 
 
 @contextmanager
-def _served_scores(teacher: ServedModel, batch: TrainBatch) -> "Iterator[Future[list[np.ndarray]]]":
-    """Yield the future scores of a teacher behind a server, computed in a thread. If the body fails, the calls are
-    aborted."""
+def _served_scores(teacher: ServedModel | None, batch: TrainBatch) -> "Iterator[Future[list[np.ndarray]] | None]":
+    """Yield the future scores of a teacher behind a server, computed in a thread; None without one. If the body fails,
+    the calls are aborted."""
+    if teacher is None:
+        yield None
+        return
     with ThreadPoolExecutor(1, "teacher") as pool:
         try:
             yield pool.submit(teacher.log_probs, batch)

@@ -56,6 +56,7 @@ LONG = (
     "pipeline",
     "start",
     "recovery",
+    "checkpoint",
     "trl",
 )
 

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SECONDS = 60.0
 """`training.distributed_timeout_minutes` of these configurations."""
 
-RESTART = 60.0
+RESTART = 180.0
 """Seconds that the restart and the replay may take on a busy machine."""
 
 

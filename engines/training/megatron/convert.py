@@ -189,6 +189,7 @@ def export_checkpoint(
             )
             read_parts(store, saved, weights, 1, device, actors_parameter)
         else:
+            assert isinstance(state, MegatronState)
             load_weights(store, checkpoint, state, actor.chunks, device)
 
 

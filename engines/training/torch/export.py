@@ -112,6 +112,11 @@ def save_model_folder(model: PreTrainedModel, weights: dict[str, torch.Tensor], 
 CPU = torch.device("cpu")
 
 
+def _moved_biases(model: PreTrainedModel, saved: set[str]) -> list[tuple[str, torch.Tensor]]:
+    """Return the routers' biases that steps have moved: a checkpoint has them."""
+    return [(name, bias) for name, bias in biases_of(model) if name in saved]
+
+
 def _of_actor(kind: str, name: str) -> bool:
     return actors_parameter(f"{kind}.{name}")
 
@@ -147,17 +152,12 @@ def export_checkpoint(
     state = read_sealed(store, checkpoint, STATE, {FORMAT: PartsState, OLDER: TrainingState})
     if isinstance(state, PartsState):
         saved = Saved.open(store, checkpoint, state, 1, CPU)
-        names = {name.removeprefix("parameters.") for name in saved.shapes if actors_parameter(name)}
+        trained += _moved_biases(actor, {name.partition(".")[2] for name in saved.shapes if actors_parameter(name)})
+        whole = [(Region.whole(f"parameters.{name}", tuple(t.shape)), t.view(-1)) for name, t in trained]
+        read_parts(store, saved, whole, 1, CPU, actors_parameter)
     else:
-        names = {name for file in state.files for name in file.tensors}
-    trained += [(name, bias) for name, bias in biases_of(actor) if name in names]  # biases that steps have moved
-    if isinstance(state, PartsState):
-        parts = [
-            (Region.rows(f"parameters.{name}", tuple(tensor.shape), 0, max(1, len(tensor))), tensor.view(-1))
-            for name, tensor in trained
-        ]
-        read_parts(store, saved, parts, 1, CPU, actors_parameter)
-    else:
+        assert isinstance(state, TrainingState)
+        trained += _moved_biases(actor, {name for file in state.files for name in file.tensors})
         read_state(store, checkpoint, state, {"parameters": trained}, _of_actor)
     if adapter:
         save_adapters(actor, dict(trained), target)

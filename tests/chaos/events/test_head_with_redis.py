@@ -11,7 +11,7 @@ from cairn.engines.fleet.cluster import RECONNECT_TIMEOUT, USUAL_RECONNECT_TIMEO
 from cairn.storage.ledger.commits import Step
 from tests import redis_server
 from tests.chaos.faults import ROLLOUT, Fault, engines_of, three_engines
-from tests.chaos.oracle import differences
+from tests.chaos.oracle import differences, survivors
 from tests.chaos.report import recovered
 from tests.chaos.runs import Disturbed
 from tests.far_machine import Far, cluster, why_not
@@ -26,7 +26,8 @@ AWAY = USUAL_RECONNECT_TIMEOUT + 15.0
 """Seconds: longer than any process of Ray lives without its head by default."""
 
 HEAD, ENGINE = Fault(1, Step.ROLLOUT, "during", "event"), Fault(1, Step.TRAIN, "during", "event")
-BOTH, NEXT = Fault(2, Step.TRAIN, "during", "event"), Fault(3, Step.ROLLOUT, "before", "event")
+IDLE, BOTH = Fault(2, Step.TRAIN, "before", "event"), Fault(2, Step.TRAIN, "during", "event")
+NEXT = Fault(3, Step.ROLLOUT, "before", "event")
 
 
 def test_a_run_goes_on_without_its_head_and_waits_for_it_where_an_engine_must_be_made_again(
@@ -36,7 +37,7 @@ def test_a_run_goes_on_without_its_head_and_waits_for_it_where_an_engine_must_be
     monkeypatch.setenv(RECONNECT_TIMEOUT, "600")
     with (
         redis_server.redis_server(tmp_path) as redis,
-        cluster(tmp_path, here=0, far=8, environment={"RAY_REDIS_ADDRESS": redis}) as far,
+        cluster(tmp_path, here=0, far=8, redis=redis) as far,
     ):
         run.join(far.address)
         run.cluster = raylet = far.join()
@@ -62,9 +63,9 @@ def test_a_run_goes_on_without_its_head_and_waits_for_it_where_an_engine_must_be
         recovered(
             "head, and an engine meanwhile: from the head's return to the next commit", time.monotonic() - back_at
         )
-        after: set[psutil.Process] = set()
-        run.at_event(NEXT, driver, lambda: after.update(three_engines(raylet)))
-        assert before & after == before - victims
+        others, kept = [*(before - victims)], list[psutil.Process]()
+        run.at_event(NEXT, driver, lambda: kept.extend(survivors(others, 0)))
+        assert kept == others
         run.exits.append(driver.wait(400))
         assert run.exits == [0], run.log()
         assert {commit.epoch for commit in run.commits()} == {1}
@@ -78,24 +79,24 @@ def test_a_driver_that_is_lost_with_its_head_leaves_its_engines_to_the_next_one(
     run = joined
     with (
         redis_server.redis_server(tmp_path) as redis,
-        cluster(tmp_path, here=0, far=8, environment={"RAY_REDIS_ADDRESS": redis}) as far,
+        cluster(tmp_path, here=0, far=8, redis=redis) as far,
     ):
         run.environment = {**run.environment, "RAY_ADDRESS": far.address}
         run.join("auto")  # by the head's raylet
         run.cluster = raylet = far.join()
-        driver = run.start([BOTH])
+        driver, engines = run.start([IDLE, BOTH]), list[psutil.Process]()
+        run.at_event(IDLE, driver, lambda: engines.extend(three_engines(raylet)))
         run.at_event(BOTH, driver, far.lose_head)
         run.exits.append(driver.wait(120))
         assert run.exits == [1], run.log()
-        engines = three_engines(raylet)
         start_head_again(far)
         back_at = time.monotonic()
         commits = len(run.commits())
         driver = run.start([NEXT])
         wait_for(lambda: len(run.commits()) > commits or driver.poll() is not None)
         recovered("head with the driver: from the next driver's start to the next commit", time.monotonic() - back_at)
-        kept: set[psutil.Process] = set()
-        run.at_event(NEXT, driver, lambda: kept.update(three_engines(raylet)))
+        kept = list[psutil.Process]()
+        run.at_event(NEXT, driver, lambda: kept.extend(survivors(engines, 0)))
         assert kept == engines
         run.exits.append(driver.wait(400))
         assert run.exits == [1, 0], run.log()

@@ -24,6 +24,7 @@ from cairn.engines.models.files import folder_digest
 from cairn.engines.rollout.base import RolloutEngine
 from cairn.engines.rollout.sglang.launch_plan import ServerPlan
 from cairn.engines.rollout.transformers.engine import TransformersEngine
+from cairn.engines.training.base import TrainingEngine
 from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.types.errors import (
     BadModel,
@@ -459,6 +460,13 @@ def test_two_training_ranks_hold_one_state_and_die_together(ray_cluster: Cluster
                 pytest.raises(NoSpace, match=rf"cannot write {disk}/\S+: no space is left"),  # the other merely waited
             ):
                 training.save(str(disk), "checkpoint")
+
+        os.kill(restarted[1], signal.SIGSTOP)
+        calls = training.call_all(None, TrainingEngine.position)
+        with pytest.raises(
+            EngineTimeout, match="not return within 2 s after the other ranks from cairn:ranks:training:1"
+        ):
+            training._gather(calls, Deadline(600), spread=2)
 
         os.kill(restarted[1], signal.SIGKILL)
         with pytest.raises(EngineDied, match="cairn:ranks:training:1"):

@@ -231,7 +231,7 @@ class InParts:
     whole: TrainBatch
     parts: int
 
-    def open(self) -> "InParts":
+    def reader(self) -> "InParts":
         return self
 
     def sizes(self, part: int) -> BatchOutline:

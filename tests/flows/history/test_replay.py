@@ -149,7 +149,7 @@ def test_the_first_update_that_gives_other_weights_is_named(
         assert batch.advantages is not None
         return dataclasses.replace(batch, advantages=[2 * advantages for advantages in batch.advantages])
 
-    monkeypatch.setattr("cairn.tasks.trainer.train.train_batch", other)
+    monkeypatch.setattr("cairn.tasks.trainer.train.snapshot_batch", other)
     result = cairn(made, "replay", "tiny", "--weights")
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (
         1,

@@ -18,6 +18,7 @@ from cairn.storage.ledger.commits import Commit
 from cairn.storage.ledger.decisions import read_decision
 from cairn.storage.ledger.leases import Outcome
 from cairn.storage.ledger.manifest import _warn_once, list_runs
+from cairn.storage.ledger.shards import read_commits
 from cairn.storage.query.catalogue import rows_of
 from cairn.storage.query.database import open_query
 from cairn.storage.store import canonical
@@ -92,6 +93,7 @@ READERS: list[Callable[[bytes], object]] = [
     lambda data: Commit.from_bytes(data, "runs/r/iterations/000000/train.json"),
     lambda data: read_decision(data, "runs/r/decisions/000001.json"),
     lambda data: rows_of(data, "runs/r/iterations/000000/train.json"),
+    lambda data: read_commits(data, "runs/r/iterations/000000/shards.000000.json"),
     lambda data: evals.Evaluation.from_bytes(data, "evals/x/result.json"),
 ]
 WRAPPED = ("{deep}", '{{"a": {deep}, "digest": "x"}}', '{{"digest": {deep}}}')

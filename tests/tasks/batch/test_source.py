@@ -129,7 +129,7 @@ def parted(count: int, ranks: int) -> list[set[int]]:
 
 def alone(source: SnapshotBatch, own: Collection[int]) -> TrainBatch:
     rows = Rows(0, 1, torch.device("cpu"), timedelta(seconds=60))
-    reader = source.open()
+    reader = source.reader()
     rows.outline(reader)
     return rows.read(reader, own)
 
@@ -142,7 +142,7 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Ledger:
 def test_a_part_of_a_batch_has_its_own_rows_bit_for_bit_and_the_sizes_of_all(ledger: Ledger) -> None:
     source = made(ledger)
     whole = SnapshotReader(source, ledger).whole()
-    outline = source.open()
+    outline = source.reader()
     sizes = outline.outline([outline.sizes(part) for part in range(outline.parts)])
     assert sizes == BatchOutline.of(whole)
     assert whole.samples is not None
@@ -189,7 +189,7 @@ def on_rank(rank: int, work: Path, source: SnapshotBatch, lost: SnapshotBatch, w
         return read(self, path)
 
     LocalStore.read = counting  # type: ignore[method-assign]
-    reader = source.open()
+    reader = source.reader()
     outline = rows.outline(reader)
     own = parted(len(outline), 3)[rank]
     holds(rows.read(reader, own), whole, own)
@@ -199,5 +199,5 @@ def on_rank(rank: int, work: Path, source: SnapshotBatch, lost: SnapshotBatch, w
         found = np.concatenate(reader.masks)
         assert np.array_equal(found, np.concatenate(whole.loss_mask))
     with pytest.raises(Damaged, match=r"samples\.parquetx is committed but missing"):
-        rows.outline(lost.open())
+        rows.outline(lost.reader())
     dist.destroy_process_group()

@@ -6,6 +6,8 @@ import pyarrow as pa
 import pytest
 
 from cairn.storage.ledger.commits import OutputFile, Step
+from cairn.storage.opening import open_store
+from cairn.tasks.durable.recorded_run import Snapshots
 from tests.storage.builders import ENVIRONMENT
 from tests.tiny_run import tiny_config, tiny_context
 
@@ -14,17 +16,14 @@ def output(number: int) -> OutputFile:
     return OutputFile(path="a", bytes=1, sha256=f"{number:064x}")
 
 
-def test_the_snapshot_asked_for_longest_ago_goes_when_there_are_too_many_bytes(
-    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_snapshot_asked_for_longest_ago_goes_when_there_are_too_many_bytes(tmp_path: Path) -> None:
     table = pa.table({"tokens": list(range(1000))})
-    monkeypatch.setattr("cairn.tasks.durable.recorded_run.TABLE_CACHE_BYTES", 3 * table.nbytes)
-    with tiny_context(str(tmp_path), tiny_config(tiny_assets)) as (run, _):
-        for number in (0, 1, 2, 0, 3):  # 0 is asked for again before there is one too many
-            run.remember(output(number), table)
-        assert list(run._tables._values) == [f"{number:064x}" for number in (2, 0, 3)]
-        run.remember(output(4), pa.table({"tokens": list(range(4000))}))
-        assert not run._tables._values  # larger than all that may be kept
+    snapshots = Snapshots(open_store(str(tmp_path)), 3 * table.nbytes)
+    for number in (0, 1, 2, 0, 3):  # 0 is asked for again before there is one too many
+        snapshots.remember(output(number), table)
+    assert list(snapshots._tables._values) == [f"{number:064x}" for number in (2, 0, 3)]
+    snapshots.remember(output(4), pa.table({"tokens": list(range(4000))}))
+    assert not snapshots._tables._values  # larger than all that may be kept
 
 
 def test_a_commit_is_read_again_after_many_others_and_not_before(

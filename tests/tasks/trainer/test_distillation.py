@@ -79,7 +79,7 @@ def test_its_most_probable_tokens_are_learned_from_as_they_were_said_and_the_sam
         return write(self, reader, batch, found)  # type: ignore[arg-type]
 
     def training(batch: SnapshotBatch, **options: Any) -> Any:
-        learned.append(batch.open().whole())
+        learned.append(batch.reader().whole())
         return train(batch, **options)
 
     fleet.training.train = training  # type: ignore[method-assign]
