@@ -26,8 +26,17 @@ from cairn.flows.plan.subject import planned_model
 TOTALS = (8, 64, 1024)
 """GPUs, half of them for rollouts, with an engine on each."""
 
-COSTS = Costs({})
-"""Costs that `python -m bench.driver_load --store moto` found on two cores of an AMD EPYC: see bench/README.md."""
+COSTS = Costs(
+    {
+        "CPU seconds": {"run": 0.057, "shard": 0.0792, "sample": 0.000688, "million tokens": 0.953},
+        "tail CPU seconds": {"run": 0.0432, "shard": 0.00125, "sample": 0.0000932, "million tokens": 0.127},
+        "memory MB": {"run": 378, "shard": 2.23, "million tokens": 265},
+        "requests": {"run": 14.7, "shard": 6.67},
+        "paced requests": {"shard": 4.75},
+        "calls": {"run": 10, "shard": 2, "engine": 5},
+    }
+)
+"""Costs that `python -m bench.driver_load` found at one and two engines, on two cores: see bench/README.md."""
 
 ONLY_GPUS = (
     "tokens a second that engines and trainer reach in place of the published rates",

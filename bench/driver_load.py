@@ -3,19 +3,18 @@
     python -m bench.driver_load [--large 64x16 …] [--rounds 1] [--store moto] [--smoke] [--json FILE]
     python -m bench.driver_load --measured FILE … [--json FILE]        results of bench.scale or of this benchmark
 
-A run of `bench.scale` at each of `SMALL` sizes gives what one shard, engine, sample and token cost the driver, by
-nonnegative least squares over relative errors. Then the load of larger runs, none of which is in the fit, is predicted
-and measured. `bench.pipeline_sim` predicts clusters with these costs.
+A run of `bench.scale` at each of `SMALL` sizes gives what one shard, engine, sample and token cost the driver: the
+nonnegative costs with the least relative deviations. Then the load of larger runs, none of which is in the fit, is
+predicted and measured. `bench.pipeline_sim` predicts clusters with these costs.
 
-  CPU       seconds of the driver's process, on a part of a run that is the same each time, on shards, engines, samples
-            and tokens
+  CPU       seconds of the driver's process, for the iteration itself and by shards, engines, samples and tokens
   tail      of these, those of the steps after the last reward: filter, advantage, score, train and sync, one after the
             other
-  memory    the most private memory, on the same
-  requests  those that do not depend on the time that something takes: all but the renewals and checks of leases, and
-            the parts of write-ahead logs. These are counted and therefore predicted exactly
-  paced     the other requests, per shard
-  calls     of actors, without checks of health, on shards and engines
+  memory    the most private memory, by shards and tokens
+  requests  all but the renewals and checks of leases, and the parts of write-ahead logs. Reads of the run's pages may
+            fall into the next iteration
+  paced     those requests, whose number depends on the time, by shards
+  calls     of actors, without checks of health, by shards and engines
 """
 
 import argparse
@@ -79,10 +78,12 @@ SMALL = (
 
 ALL = ("run", "shard", "engine", "sample", "million tokens")
 
+_REWEIGHTED = 50
+
 READS = {
     "CPU seconds": ALL,
     "tail CPU seconds": ALL,
-    "memory MB": ALL,
+    "memory MB": ("run", "shard", "million tokens"),
     "requests": ("run", "shard"),
     "paced requests": ("shard",),
     "calls": ("run", "shard", "engine"),
@@ -101,13 +102,13 @@ class Costs:
 
     @classmethod
     def fitted(cls, measured: Sequence[tuple[Size, Load]]) -> "Costs":
-        """Return the costs that fit measured iterations best, relative to each figure's size; none is negative."""
+        """Return the costs with the least relative deviations from measured iterations; none is negative."""
         each = {}
         for figure, names in READS.items():
             rows = np.array([[size.columns()[name] for name in names] for size, _ in measured], float)
             wanted = np.array([load[figure] for _, load in measured], float)
             scale_by = np.maximum(wanted, 1e-9)
-            each[figure] = dict(zip(names, _nonnegative(rows / scale_by[:, None], wanted / scale_by), strict=True))
+            each[figure] = dict(zip(names, _least_deviations(rows / scale_by[:, None], wanted / scale_by), strict=True))
         return cls(each)
 
     def load(self, size: Size) -> Load:
@@ -116,6 +117,16 @@ class Costs:
         return {
             figure: sum(cost * columns[name] for name, cost in costs.items()) for figure, costs in self.each.items()
         }
+
+
+def _least_deviations(matrix: np.ndarray, wanted: np.ndarray) -> list[float]:
+    """Return nonnegative coefficients with the least sum of absolute deviations, by reweighted least squares. A few
+    iterations that another process slowed down do not change them."""
+    found = np.array(_nonnegative(matrix, wanted))
+    for _ in range(_REWEIGHTED):
+        weights = np.maximum(np.abs(matrix @ found - wanted), 1e-4) ** -0.5
+        found = np.array(_nonnegative(matrix * weights[:, None], wanted * weights))
+    return [float(value) for value in found]
 
 
 def _nonnegative(matrix: np.ndarray, wanted: np.ndarray) -> list[float]:

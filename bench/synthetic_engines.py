@@ -11,7 +11,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +180,7 @@ class SyntheticTrainingEngine:
         self._rank, self._world_size = rank, world_size
         self._version, self._digest = 0, "0" * 64
         self._last: tuple[str, TrainResult] | None = None
+        self._copy = b""
 
     def position(self) -> Position:
         return Position(self._version, self._digest, *(self._last or (None, None)))
@@ -194,6 +195,8 @@ class SyntheticTrainingEngine:
         self._digest = hashlib.sha256(f"{self._digest} {input_digest} {self._version}".encode()).hexdigest()
         metrics = {"loss": 0.0, "grad_norm": 1.0, "rows_digest": float(int(rows[:8], 16))}
         result = TrainResult(self._version, self._digest, metrics, 0.0, sum(lengths))
+        if "lengths" in {one.name for one in fields(result)} and self._rank == 0:
+            result = replace(result, lengths=tuple(lengths))
         self._last = input_digest, result
         return result
 
@@ -209,27 +212,42 @@ class SyntheticTrainingEngine:
         return writer.write(reader, held, {role: self.score(held, role) for role in roles}) if self._rank == 0 else None
 
     def export_weights(self, bucket_bytes: int, *, on_device: bool = False) -> Iterator[dict[str, Any]]:
-        import torch
-
         if self._rank == 0:
-            yield {"synthetic": torch.full((1024,), float(self._version))}
+            yield self._weights("float32")
 
     def weights_checksum(self, dtype: str = "float32") -> str:
-        return hashlib.sha256(f"{self._version} {dtype}".encode()).hexdigest()
+        from cairn.engines.weights.fingerprint import weights_checksum
+
+        return weights_checksum(self._weights(dtype).items())
+
+    def _weights(self, dtype: str) -> dict[str, Any]:
+        import torch
+
+        return {"synthetic": torch.full((1024,), float(self._version), dtype=getattr(torch, dtype))}
 
     def export_hf(self, folder: Path) -> None:
         raise NotImplementedError("a synthetic engine has no model")
 
     def save(self, store: Store, folder: str) -> list[StoredFile]:
-        data = json.dumps({"version": self._version, "digest": self._digest}).encode()
-        path = f"{folder}/synthetic.json"
-        if self._rank:
-            return []
-        store.write(path, data)
-        return [StoredFile(path, len(data), hashlib.sha256(data).hexdigest())]
+        """Write the state; code before checkpoints are copied calls this."""
+        self.copy_state()
+        return self.write_copy(store, folder) if self._rank == 0 else []
+
+    def copy_state(self) -> int:
+        self._copy = json.dumps({"version": self._version, "digest": self._digest}).encode()
+        return len(self._copy)
+
+    def write_copy(self, store: Store, folder: str) -> list[StoredFile]:
+        return [_written(store, f"{folder}/synthetic-{self._rank}.json", self._copy)]
+
+    def describe_copy(self, store: Store, folder: str, indexes: Sequence[StoredFile]) -> StoredFile:
+        return _written(store, f"{folder}/synthetic.json", json.dumps([index.sha256 for index in indexes]).encode())
+
+    def drop_copy(self) -> None:
+        self._copy = b""
 
     def load(self, store: Store, folder: str) -> None:
-        saved = json.loads(store.read(f"{folder}/synthetic.json"))
+        saved = json.loads(store.read(f"{folder}/synthetic-0.json"))
         self._version, self._digest, self._last = saved["version"], saved["digest"], None
 
     def state_digest(self) -> str:
@@ -263,6 +281,11 @@ class SyntheticTrainingEngine:
                     if isinstance(value, np.ndarray):
                         hashed.update(np.ascontiguousarray(value))
         return hashed.hexdigest()
+
+
+def _written(store: Store, path: str, data: bytes) -> StoredFile:
+    store.write(path, data)
+    return StoredFile(path, len(data), hashlib.sha256(data).hexdigest())
 
 
 class SyntheticRank(TrainingRank):
