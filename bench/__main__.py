@@ -36,6 +36,8 @@ BENCHMARKS = {
     "durability": "bench.durability",
     "cpu": "bench.cpu",
     "round_trips": "bench.round_trips",
+    "scale": "bench.scale --tokens --samples 128",
+    "driver_load": "bench.driver_load",
     "pipeline": "bench.pipeline --seeds 42",
     "pipeline_sim": "bench.pipeline_sim",
     "write_ahead": "bench.write_ahead",

@@ -1,9 +1,10 @@
-"""Speed of the three pipelines on other machines: a discrete-event simulation with published or measured rates.
+"""Speed of the three pipelines on other machines, and the load of their driver: a discrete-event simulation with
+published or measured rates.
 
     python -m bench.pipeline_sim [--measured FILE] [--seed 0] [--smoke] [--json FILE]
 
-Without a file: 64 and 1,024 GPUs, half of them for rollouts, 512 prompts of 16 responses an iteration. Rates are those
-of Qwen2.5-Math-7B on H20:
+Without a file: 8, 64 and 1,024 GPUs, half of them for rollouts, 512 prompts of 16 responses an iteration. The driver's
+load is that which `bench.driver_load` measured (bench/clusters.py). Rates are those of Qwen2.5-Math-7B on H20:
 
     decoding       a step reads the weights (15.2 GB) and the caches (57 kB a token) at 4 TB/s, plus 1 ms
     lengths        log-normal, the 99th percentile ten times the median (Laminar, arXiv 2510.12633), cut at 28 k tokens;
@@ -482,15 +483,24 @@ def main() -> None:
         table, found["compared"] = compare(json.loads(arguments.measured.read_text()), arguments.seed)
         console.print(table)
     else:
+        from bench import clusters  # it imports this module
+
         colocated = replace(gpus(64, 64), update=0.0)
         turn = simulate(colocated, PIPELINES["sync"], arguments.iterations, arguments.seed)
         found["64 GPUs in turn"] = asdict(turn)
         print(f"64 GPUs that generate and train in turn: {turn.seconds:.0f} s an iteration")
-        for total in (64, 1024):
-            made = predictions(gpus(total // 2, total // 2), arguments.iterations, arguments.seed)
-            console.print(_shown(f"{total:,} GPUs, half for rollouts", made))
-            found[f"{total} GPUs"] = {name: asdict(one) for name, one in made.items()}
+        made = {}
+        for total in clusters.TOTALS:
+            machine = gpus(total // 2, total // 2)
+            made[total] = clusters.predicted(machine, arguments.iterations, arguments.seed)
+            console.print(_shown(f"{total:,} GPUs, half for rollouts", made[total].pipelines))
             say(f"{total} GPUs are simulated  {arguments.iterations} iterations")
+        console.print(clusters.shown(made))
+        recipes = list(clusters.TRANSPORTED)[: 2 if arguments.smoke else None]
+        table, found["transports"] = clusters.transports(recipes)
+        console.print(table)
+        print("Only GPUs can say:", *clusters.ONLY_GPUS, sep="\n  ")
+        found |= {f"{total} GPUs": asdict(one) for total, one in made.items()}
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench import clusters
+from bench.driver_load import READS, Costs
 from bench.durable_run import Outcome
 from bench.pipeline import seconds_to
 from bench.pipeline_sim import PIPELINES, Lengths, Machine, Pipeline, calibrated, log_normal, simulate
@@ -96,3 +98,25 @@ def test_a_score_is_reached_between_two_evaluations() -> None:
     outcome = Outcome(40.0, {}, ends=[10.0, 20.0, 30.0, 40.0], points={2: 0.7, 4: 0.9})
     assert seconds_to(0.80, outcome) == pytest.approx(30)
     assert seconds_to(0.95, outcome) is None
+
+
+FREE: dict[str, dict[str, float]] = {figure: {"run": 0.0} for figure in READS}
+
+
+def test_no_iteration_is_shorter_than_the_cpu_time_of_its_driver() -> None:
+    free = clusters.predicted(EVEN, 4, 0, Costs(FREE))
+    busy = clusters.predicted(EVEN, 4, 0, Costs(FREE | {"CPU seconds": {"shard": 500.0}}))
+    assert free.pipelines["sync"].seconds == pytest.approx(1.4 + 1.3)
+    assert {round(one.seconds) for one in busy.pipelines.values()} == {1000}
+    assert 1000 * (1 - busy.pipelines["sync"].train_idle) == pytest.approx(1.3)
+    assert busy.pipelines["sync"].tokens_per_second == pytest.approx(0.8)
+
+
+def test_the_steps_of_a_driver_after_the_last_reward_lengthen_an_iteration_in_turn() -> None:
+    tail = clusters.predicted(EVEN, 4, 0, Costs(FREE | {"tail CPU seconds": {"sample": 0.25}}))
+    assert tail.pipelines["sync"].seconds == pytest.approx(1.4 + 1.3 + 8 * 0.25)
+
+
+def test_the_bytes_and_operations_of_a_version_are_those_of_the_documentation() -> None:
+    _, (row,) = clusters.transports(["Qwen3-30B-A3B"])
+    assert (round(row["sent"] / 1e9, 1), row["operations"]) == (61.1, 141)  # docs/weights.md

@@ -51,6 +51,8 @@ LONG = (
     "durability",
     "cpu",
     "round_trips",
+    "scale",
+    "driver_load",
     "pipeline",
     "start",
     "recovery",
@@ -77,9 +79,9 @@ def arguments(name: str, assets: Path, results: Path) -> list[str]:
 
 def test_every_benchmark_is_run_by_make_bench_and_here() -> None:
     runnable = {path.stem for path in BENCH.glob("*.py") if "\ndef main()" in path.read_text()}
+    parts = {"__main__", "trl_worker", "scale_driver", "gpu"}  # tests/gpu/test_bare_machine.py runs the last
     assert {shlex.split(command)[0] for command in BENCHMARKS.values()} == {
-        f"bench.{name}"
-        for name in runnable - {"__main__", "trl_worker", "gpu"}  # tests/gpu/test_bare_machine.py runs the last
+        f"bench.{name}" for name in runnable - parts
     }
     assert sorted(BENCHMARKS) == sorted([*CHEAP, *DEAR, *LONG])
 
