@@ -53,6 +53,7 @@ LONG = (
     "round_trips",
     "scale",
     "driver_load",
+    "rollout_load",
     "pipeline",
     "start",
     "recovery",

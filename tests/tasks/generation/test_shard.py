@@ -1,0 +1,110 @@
+"""Samples are kept where they are generated: real engines in processes of their own."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.fleet.cluster import Cluster
+from cairn.engines.fleet.fleet import Fleet
+from cairn.engines.types.errors import EngineDied
+from cairn.flows.iteration import plan_round
+from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.layout import attempts
+from cairn.storage.store.local import LocalStore
+from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.events import Message
+from cairn.tasks.generation import rollout as step
+from tests.tiny_run import Events, tiny_config, tiny_context
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.proof
+
+
+@pytest.fixture(scope="module")
+def config(tiny_assets: Path) -> RunConfig:
+    return tiny_config(tiny_assets, rollout={"max_running_requests": 4})  # so that some end before the others begin
+
+
+@pytest.fixture(scope="module")
+def fleet(config: RunConfig, ray_cluster: Cluster) -> Iterator[Fleet]:
+    with Fleet.start(config, name="shard", total_steps=3) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def content(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> str | None:
+    """Digest of the samples that the same engine generates in the driver's process."""
+    with tiny_context(str(tmp_path_factory.mktemp("local")), config) as (run, _):
+        return first_shard(run).table.content
+
+
+def first_shard(run: RunContext) -> Commit:
+    ((shard, part),) = plan_round(run, 0, None, None, 0)
+    return step.rollout(run, 0, shard, None, [], [], **part)
+
+
+def on_fleet(store: Path, config: RunConfig, fleet: Fleet) -> Any:
+    return tiny_context(str(store), config, fleet=fleet)  # type: ignore[arg-type]
+
+
+def parts(run: RunContext) -> list[str]:
+    """Paths of the write-ahead parts of rollouts."""
+    return [path for path in run.ledger.store.find(attempts(run.ledger.run, 0, Step.ROLLOUT)) if "write_ahead" in path]
+
+
+def test_the_driver_writes_nothing_of_a_rollout_but_its_commit(
+    config: RunConfig, fleet: Fleet, content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    for name in ("write", "create"):
+        write = getattr(LocalStore, name)
+        monkeypatch.setattr(
+            LocalStore, name, lambda store, path, *args, w=write: (written.append(path), w(store, path, *args))[1]
+        )
+    with on_fleet(tmp_path, config, fleet) as (run, _):
+        commit = first_shard(run)
+        assert commit.table.content == content
+        assert [path.rpartition("/")[2] for path in written if "/rollout" in path] == ["rollout.00-000.json"]
+        assert run.read(commit).num_rows == commit.metrics["samples"] == 16
+        wait_for(lambda: not parts(run), 20, "the parts to be deleted")
+
+
+def test_what_an_engine_had_finished_when_it_died_is_not_generated_again(
+    config: RunConfig, fleet: Fleet, content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate, asked = step.generate_samples, list[int]()
+    with on_fleet(tmp_path, config, fleet) as (run, _):
+
+        def struck(call: Any, engine: Any, weights: Any, samples: Any, *args: Any, **options: Any) -> Iterator[Any]:
+            asked.append(len(samples))
+            for ends in generate(call, engine, weights, samples, *args, **options):
+                yield ends
+                if len(asked) == 1:
+                    wait_for(lambda: parts(run), 20, "samples to be durable")
+                    os.kill(fleet.rollout[0].health()["pid"], signal.SIGKILL)
+
+        monkeypatch.setattr(step, "generate_samples", struck)
+        with pytest.raises(EngineDied):
+            first_shard(run)
+        commit = first_shard(run)
+    assert asked[0] == 16
+    assert 0 < asked[1] < 16
+    assert commit.table.content == content
+
+
+def test_a_driver_keeps_the_samples_of_an_engine_that_lacks_its_key(
+    config: RunConfig, fleet: Fleet, content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_fleet(tmp_path, config, fleet) as (run, events):
+        monkeypatch.setenv("CAIRN_SIGNING_KEY", "key.pem")
+        assert first_shard(run).table.content == content
+        assert any("go through the driver" in text for text in messages(events))
+
+
+def messages(events: Events) -> list[str]:
+    return [event.text for event in events if isinstance(event, Message)]
