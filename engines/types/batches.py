@@ -4,8 +4,7 @@
     rows        all that a rank reads of its own sequences
 
 A batch has several parts, such as files. Each rank reads some of them, checks them, and sends the others their rows.
-So each file is read once, whatever the number of ranks, and no process holds more of a batch than one part and its own
-rows.
+So each file is read once, whatever the number of ranks; a process holds its own rows, and decodes one part at a time.
 """
 
 from collections.abc import Collection, Mapping, Sequence

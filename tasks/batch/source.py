@@ -107,7 +107,7 @@ def snapshot_batch(
     return SnapshotBatch(
         run.ledger.store.url,
         run.ledger.run,
-        run.ledger.manifest.id,
+        run.ledger.manifest.identity,
         Selected.of(run, selection),
         {(rollout.iteration, rollout.shard): Snapshot.of(rollout) for rollout in rollouts},
         None if advantages is None else Snapshot.of(advantages),

@@ -96,11 +96,11 @@ class Snapshots:
         return complete(self._read(commit.run, calls), CALLS), long
 
     def _read(self, run: str, output: OutputFile) -> pa.Table:
-        table = self._tables.get(output.sha256)
-        if table is None:
-            table = read_recorded_table(self._store, run, output)
-            self.remember(output, table)
-        return table
+        kept = self._tables.get(output.sha256)
+        if kept is None or isinstance(kept, CheckedTable):
+            kept = read_recorded_table(self._store, run, output)
+            self.remember(output, kept)
+        return kept
 
     def remember(self, output: OutputFile, table: pa.Table) -> None:
         """Cache a snapshot that was just written: the next steps read it."""

@@ -80,7 +80,7 @@ def made(ledger: Ledger, *, masks: bool = False) -> SnapshotBatch:
     return SnapshotBatch(
         ledger.store.url,
         ledger.run,
-        ledger.manifest.id,
+        ledger.manifest.identity,
         Selected(1, PLACES, dict.fromkeys(range(6), 0) | {4: 1}, {3: frozenset({1})}, {5: [0.5]}),
         rollouts,
         written(ledger, Step.ADVANTAGE, "a", pa.table(estimated, ADVANTAGE)),

@@ -8,7 +8,8 @@ import pytest
 from cairn.storage.ledger.commits import OutputFile, Step
 from cairn.storage.opening import open_store
 from cairn.tasks.durable.recorded_run import Snapshots
-from tests.storage.builders import ENVIRONMENT
+from tests.flows.written_runs import recorded_reads
+from tests.storage.builders import ENVIRONMENT, commit_step, rollout_table
 from tests.tiny_run import tiny_config, tiny_context
 
 
@@ -49,3 +50,17 @@ def test_a_commit_is_read_again_after_many_others_and_not_before(
         assert found == commits
         assert found[0] is not commits[0]
         assert run.find(2, Step.SYNC) is found[2]
+
+
+def test_a_file_of_which_columns_were_read_is_not_read_again_for_others(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = rollout_table([0, 1])
+    with tiny_context(str(tmp_path), tiny_config(tiny_assets)) as (run, _):
+        commit = commit_step(run.ledger, 0, Step.ROLLOUT, "00-000", table=table)
+        reads = recorded_reads(monkeypatch)
+        assert run.read(commit, ["group_id"]).column_names == ["group_id"]
+        assert run.read(commit, ["status", "trajectories"]).column_names == ["status"]
+        assert run.read(commit).equals(table)
+        assert run.read(commit, ["status"]).equals(table.select(["status"]))
+        assert len(reads) == 1
