@@ -108,11 +108,11 @@ class TrainingHandle(ModelHandle):
 
     def save(self, store_url: str, folder: str) -> list[StoredFile]:
         """Write a checkpoint below `folder`; returns its files."""
-        return self.on_all(TrainingRank.save, _absolute(store_url), folder)[0]
+        return self.on_all(TrainingRank.save, absolute_url(store_url), folder)[0]
 
     def load(self, store_url: str, folder: str) -> None:
         """Replace the state with a checkpoint. Raises Damaged."""
-        self.on_all(TrainingRank.load, _absolute(store_url), folder)
+        self.on_all(TrainingRank.load, absolute_url(store_url), folder)
 
     def write_version(
         self,
@@ -125,7 +125,7 @@ class TrainingHandle(ModelHandle):
     ) -> list[StoredFile]:
         """Write the weights of `version` below `folder`; returns the files. Raises WrongVersion and the store's
         errors."""
-        return self.on_all(TrainingRank.write_version, version, _absolute(store_url), folder, dtype, digest, base)[0]
+        return self.on_all(TrainingRank.write_version, version, absolute_url(store_url), folder, dtype, digest, base)[0]
 
     def export_weights(self, version: int, bucket_bytes: int) -> "Generator[Bucket]":
         """Yield buckets of weights in the object store, as arguments of calls: Ray passes the value. Each is made while
@@ -271,6 +271,6 @@ class TrainingHandle(ModelHandle):
         return values[0]
 
 
-def _absolute(store_url: str) -> str:
+def absolute_url(store_url: str) -> str:
     """Return the URL with an absolute path, because actors have a working folder of their own."""
     return store_url if "://" in store_url else str(Path(store_url).absolute())
