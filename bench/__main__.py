@@ -24,6 +24,7 @@ DEADLINE = 1800
 
 BENCHMARKS = {
     "snapshots": "bench.snapshots",
+    "versions": "bench.versions",
     "orchestration": "bench.orchestration",
     "rollout": "bench.rollout --rounds 3",
     "training": "bench.training --rounds 2",

@@ -259,6 +259,8 @@ class LocalTraining:
 class LocalFleet:
     """`cairn.engines.fleet.fleet.Fleet` without actors: its processes cannot die, so nothing here restarts them."""
 
+    reads_store = False
+
     def __init__(self, config: RunConfig) -> None:
         self.rollout = [
             LocalRollout(config, index)

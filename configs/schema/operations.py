@@ -99,11 +99,12 @@ class FleetConfig(Section):
     """The rollout engines release their GPU memory while training uses the GPUs; by default on with `colocate`. slime:
     `--offload-rollout`."""
 
-    update_weight_transport: Annotated[Literal["tensor", "disk", "distributed"], WITH_ENGINES] = "tensor"
+    update_weight_transport: Annotated[Literal["tensor", "disk", "distributed", "store"], WITH_ENGINES] = "tensor"
     """Transfer of weights to the rollout engines. `tensor`: in buckets through Ray's object store and the memory that
     an engine shares with its server. `disk`: as a model folder that the engines load. `distributed`: in buckets that
-    the trainer broadcasts to the servers, over gloo on CPUs and NCCL between GPUs. slime:
-    `--update-weight-transport`."""
+    the trainer broadcasts to the servers, over gloo on CPUs and NCCL between GPUs. `store`: the engines read from the
+    run's store what `checkpoint.store_weights` wrote there, only the bits that differ where they have the version
+    before. slime: `--update-weight-transport`, `--update-weight-mode`."""
 
     update_weight_buffer_size: Annotated[int, WITH_ENGINES] = Field(512 * 1024**2, ge=1)
     """Size in bytes of a bucket of weights. slime: `--update-weight-buffer-size`."""

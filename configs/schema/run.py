@@ -253,6 +253,14 @@ class RunConfig(Section):
             )
 
     @rule
+    def _the_store_has_the_weights(self) -> None:
+        if self.fleet.update_weight_transport == "store" and self.checkpoint.store_weights is False:
+            raise ValueError(
+                "fleet.update_weight_transport is store, from which engines read what checkpoint.store_weights writes, "
+                "and that is false: leave it out, or choose another transport"
+            )
+
+    @rule
     def _gates_can_open(self) -> None:
         approval, total = self.approval, self.rollout.num_rollout
         if total and approval.before and max(approval.before) >= total:

@@ -406,7 +406,7 @@ def _object_store_memory(config: RunConfig) -> int:
     ):
         return LEAST_OBJECT_STORE
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    retained = lag + 2
+    retained = 0 if transport == "store" else lag + 2  # the initial weights alone
     return LEAST_OBJECT_STORE + (retained + 1) * 2 * weights
 
 

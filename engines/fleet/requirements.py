@@ -22,16 +22,16 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
             f"fleet.update_weight_transport is distributed, which rollout.engine={rollout.engine} cannot receive: set "
             "it to tensor or disk"
         )
-    if transport == "tensor" and rollout.external_urls:
+    if transport in ("tensor", "store") and rollout.external_urls:
         yield (
-            "fleet.update_weight_transport is tensor, which needs servers on the machines of their engines, and "
+            f"fleet.update_weight_transport is {transport}, which needs servers on the machines of their engines, and "
             "rollout.external_urls run elsewhere: set it to distributed or disk"
         )
     plan = kind.plan(rollout, config.fleet.offloads_rollout)
-    if transport == "tensor" and any(engine.nnodes > 1 for engine in plan.engines):
+    if transport in ("tensor", "store") and any(engine.nnodes > 1 for engine in plan.engines):
         yield (
-            "fleet.update_weight_transport is tensor, which puts weights into the memory of an engine's first machine, "
-            "and rollout.num_gpus_per_engine is above rollout.num_gpus_per_node: set it to distributed or disk"
+            f"fleet.update_weight_transport is {transport}, which puts weights into the memory of an engine's first "
+            "machine, and rollout.num_gpus_per_engine is above rollout.num_gpus_per_node: set it to distributed or disk"
         )
     if transport == "distributed":
         yield from _group_problems(config, plan)

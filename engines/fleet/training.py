@@ -166,7 +166,7 @@ class TrainingHandle(ModelHandle):
         copy = self._copy
         if copy is None:
             raise EngineError(f"{self.name} holds no copy of its state: it has to be copied again")
-        url, deadline = _absolute(store_url), self._deadline_of(copy.bytes)
+        url, deadline = absolute_url(store_url), self._deadline_of(copy.bytes)
         failed: list[Exception] = []
         written: list[list[StoredFile]] = []
         try:
@@ -193,7 +193,7 @@ class TrainingHandle(ModelHandle):
 
     def load(self, store_url: str, folder: str, size: int = 0) -> None:
         """Replace the state with a checkpoint of `size` bytes. Raises Damaged."""
-        calls = self.call_all(None, TrainingRank.load, _absolute(store_url), folder)
+        calls = self.call_all(None, TrainingRank.load, absolute_url(store_url), folder)
         self._gather(calls, self._deadline_of(size // len(self._actors)))
 
     def _deadline_of(self, size: int) -> Deadline:
@@ -211,7 +211,7 @@ class TrainingHandle(ModelHandle):
     ) -> list[StoredFile]:
         """Write the weights of `version` below `folder`; returns the files. Raises WrongVersion and the store's
         errors."""
-        return self.on_all(TrainingRank.write_version, version, _absolute(store_url), folder, dtype, digest, base)[0]
+        return self.on_all(TrainingRank.write_version, version, absolute_url(store_url), folder, dtype, digest, base)[0]
 
     def export_weights(self, version: int, bucket_bytes: int) -> "Generator[Bucket]":
         """Yield buckets of weights in the object store, as arguments of calls: Ray passes the value. Each is made while
@@ -363,6 +363,6 @@ class TrainingHandle(ModelHandle):
         return values[0]
 
 
-def _absolute(store_url: str) -> str:
+def absolute_url(store_url: str) -> str:
     """Return the URL with an absolute path, because actors have a working folder of their own."""
     return store_url if "://" in store_url else str(Path(store_url).absolute())

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from cairn.engines.types.types import Completion, GenerateRequest, Stream
-from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
+from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver, StoredVersion
 from cairn.storage.records import Environment
 
 if TYPE_CHECKING:  # the driver names these methods, and loads no PyTorch
@@ -65,6 +65,15 @@ class RolloutEngine(Protocol):
 
         Raises:
             EngineError: no update has begun, or the folder is not of this model; the engine keeps refusing to generate.
+        """
+
+    def update_weights_from_store(self, store_url: str, versions: Sequence[StoredVersion]) -> None:
+        """Replace all weights by the last of `versions`, of which the first is whole and every other one a difference
+        to the one before. An engine that holds one of them reads only those after it.
+
+        Raises:
+            EngineError: no update has begun, or the weights are not of this model.
+            Damaged: a file is missing or altered.
         """
 
     def end_weight_update(self) -> None:

@@ -16,6 +16,17 @@ Layout = Sequence[tuple[str, str, tuple[int, ...]]]
 """Name, dtype and shape of each tensor of a bucket, in the order in which their bytes are sent."""
 
 
+@dataclass(frozen=True)
+class StoredVersion:
+    """Files of one version of the weights."""
+
+    name: str
+    """Name for messages: the version, and the commit that holds it."""
+    digest: str
+    """Checksum of the weights."""
+    files: tuple[StoredFile, ...]
+
+
 def is_whole(files: Sequence[StoredFile]) -> bool:
     """Return whether the files of a version of weights hold it whole, and not as a difference."""
     return all(file.path.rpartition("/")[2].startswith(f"{WHOLE}-") for file in files)

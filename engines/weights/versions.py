@@ -10,9 +10,8 @@ has the SHA-256 of every file and the checksum of the tensors (`cairn.storage.le
 import hashlib
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 from safetensors import SafetensorError
@@ -21,22 +20,13 @@ from safetensors.torch import save as save_safetensors
 
 from cairn.engines.models.published import is_exact
 from cairn.engines.weights.differences import Change, decode, encode
-from cairn.engines.weights.layout import DIFFERENCE, WHOLE, is_whole
+from cairn.engines.weights.layout import DIFFERENCE, WHOLE, StoredVersion, is_whole
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import REQUESTS, Store, StoredFile
 
 FILE_BYTES = 512 << 20
 """Greatest size of the weights of a file; a larger tensor has its own."""
 Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class StoredVersion:
-    """Files of one version."""
-
-    name: str
-    """Name for messages: the version, and the commit that holds it."""
-    files: tuple[StoredFile, ...]
 
 
 class VersionWriter:
@@ -131,6 +121,39 @@ def read_version(store: Store, versions: Sequence[StoredVersion]) -> Tensors:
         else:
             apply(version, content, tensors)
     return tensors
+
+
+class HeldVersion:
+    """The version that an engine's tensors have, if they were read from a store: the next one is read as a difference.
+
+    Args:
+        tensors: returns the engine's tensors, contiguous, by the names of weight files; they are changed in place.
+        load: copies whole weights into the engine.
+    """
+
+    def __init__(self, tensors: Callable[[], Mapping[str, torch.Tensor]], load: Callable[[Tensors], None]) -> None:
+        self.digest: str | None = None
+        """Checksum of the tensors; None where they came in another way, or a change broke off."""
+        self._tensors, self._load = tensors, load
+
+    @torch.no_grad()
+    def advance(self, store: Store, versions: Sequence[StoredVersion]) -> frozenset[str] | None:
+        """Bring the tensors to the last of `versions` (see `read_version`). Return the names of those that changed;
+        None where all weights were read. No tensor is changed before all files are read and verified. Raises
+        Damaged."""
+        held, self.digest = self.digest, None
+        place = next((index for index, one in enumerate(versions) if one.digest == held), None)
+        changed: frozenset[str] | None = None
+        if place is None:
+            self._load(read_version(store, versions))
+        else:
+            later = [(version, changes(store, version)) for version in versions[place + 1 :]]
+            tensors = self._tensors()
+            for version, differences in later:
+                apply(version, differences, tensors)
+            changed = frozenset(change.name for _, differences in later for change in differences)
+        self.digest = versions[-1].digest
+        return changed
 
 
 def changes(store: Store, version: StoredVersion) -> list[Change]:

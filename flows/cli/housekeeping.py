@@ -148,9 +148,9 @@ def gc(
     """List files of a run that nothing needs, or remove them.
 
     Interrupted drivers leave such files: attempts that lost, groups that are now in a committed shard, incomplete
-    writes. The run's retention frees others: `checkpoint.save_retain_interval` and `checkpoint.retain_snapshots`. The
-    command is safe next to a live driver. It skips what that driver writes, and finished groups that the next driver
-    will use. With --evals it finds what interrupted evaluations left, of all users.
+    writes. The run's retention frees others: `checkpoint.save_retain_interval`, `retain_snapshots` and
+    `retain_weights`. The command is safe next to a live driver. It skips what that driver writes, and finished groups
+    that the next driver will use. With --evals it finds what interrupted evaluations left, of all users.
 
     Examples:
 

@@ -65,7 +65,9 @@ def sync_of(subject: Subject) -> Transfer:
     config, hardware = subject.config, subject.hardware_of(subject.trains_on_gpu)
     size = subject.model.parameters * weight_bytes(subject)
     transport, share = config.fleet.update_weight_transport, config.fleet.colocate and subject.trains_on_gpu
-    if transport == "disk":
+    if transport == "store":
+        seconds, how = 2 * size / (hardware.disk_gb_s * 1e9), "written to the run's store, and read: whole weights"
+    elif transport == "disk":
         seconds, how = 2 * size / (hardware.disk_gb_s * 1e9), "written to a disk, and read"
     elif transport == "distributed":
         seconds, how = size / (hardware.network_gb_s * 1e9), "broadcast from one rank"

@@ -8,10 +8,11 @@ iteration are read by going back to a whole version; no trainer takes part. `cai
 the files.
 """
 
+from collections.abc import Callable
+
 from pydantic import Field
 
 from cairn.storage.ledger.commits import Commit, Step, parse_commit_name
-from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.records import Record
 from cairn.storage.store.errors import Damaged
 
@@ -49,14 +50,18 @@ def stored(commit: Commit) -> Stored | None:
     return Stored.model_validate(value)
 
 
-def base_of(ledger: Ledger, commit: Commit) -> Commit | None:
+Find = Callable[[int, Step, str | None], Commit | None]
+"""Function that looks up a commit, such as `Ledger.find`."""
+
+
+def base_of(find: Find, commit: Commit) -> Commit | None:
     """Return the sync step that the stored weights of another one are a difference to; None for whole weights. Raises
     Damaged unless it is the commit that the difference was made from."""
     how = stored(commit)
     if how is None or how.base is None:
         return None
     iteration, step, shard = parse_commit_name(how.base)
-    base = ledger.find(iteration, step, shard) if step is Step.SYNC and iteration < commit.iteration else None
+    base = find(iteration, step, shard) if step is Step.SYNC and iteration < commit.iteration else None
     if base is None or base.digest != how.base_digest or stored(base) is None:
         found = "is missing" if base is None else f"has digest {base.digest}"
         raise Damaged(
@@ -65,10 +70,10 @@ def base_of(ledger: Ledger, commit: Commit) -> Commit | None:
     return base
 
 
-def chain(ledger: Ledger, commit: Commit) -> list[Commit]:
-    """Return the sync steps from which the weights of one are read: whole weights, and the differences up to it. Makes
-    one request for each difference. Raises Damaged."""
+def chain(find: Find, commit: Commit) -> list[Commit]:
+    """Return the sync steps from which the weights of one are read: whole weights, and the differences up to it. Looks
+    up one commit for each difference. Raises Damaged."""
     commits = [commit]
-    while (base := base_of(ledger, commits[-1])) is not None:
+    while (base := base_of(find, commits[-1])) is not None:
         commits.append(base)
     return commits[::-1]

@@ -212,7 +212,7 @@ def weights_needed(ledger: Ledger, iteration: int) -> set[int]:
     synced = ledger.find(iteration, Step.SYNC) if ledger.owner(iteration).stores_weights else None
     if synced is None or stored(synced) is None:
         return set()
-    return {commit.iteration for commit in chain(ledger, synced)}
+    return {commit.iteration for commit in chain(ledger.find, synced)}
 
 
 def newest_checkpoint(ledger: Ledger, iteration: int, marked: Collection[str] = ()) -> Commit | None:

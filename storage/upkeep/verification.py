@@ -308,7 +308,7 @@ def _verify_base(ledger: Ledger, commit: Commit) -> Iterator[Finding]:
     """Yield a finding where stored weights are a difference to another commit than the ledger has."""
     if commit.step is Step.SYNC:
         try:
-            base_of(ledger, commit)
+            base_of(ledger.find, commit)
         except Damaged as error:
             yield Finding(fault=Fault.INPUT_DIFFERS, path=commit.path, message=str(error))
 

@@ -71,7 +71,7 @@ class SnapshotBatch:
 
     store_url: str
     run: str
-    run_id: str
+    run_id: str | None
     selected: Selected
     rollouts: Mapping[tuple[int, str | None], Snapshot]
     """By iteration and shard."""
@@ -132,7 +132,7 @@ def train_batch(
 
 
 @lru_cache(maxsize=2)  # a rank reads the batches of one run; its manifest and its parents never change
-def _ledger(store_url: str, run: str, run_id: str) -> Ledger:
+def _ledger(store_url: str, run: str, run_id: str | None) -> Ledger:
     return Ledger.open(open_store(store_url), run)
 
 

@@ -18,6 +18,7 @@ from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.step import Outcome, StepCall, durable
 from cairn.tasks.durable.versions import version_of
 from cairn.tasks.trainer.recovery import restore_trainer
+from cairn.tasks.trainer.stored_weights import has_weights, stored_versions
 
 LONGEST_CHAIN = 0.5
 """Whole weights are stored once the differences since the last ones exceed this share of their size. So a version takes
@@ -37,7 +38,11 @@ def sync(step: StepCall, trained: Commit) -> Outcome:
     themselves where the run stores them."""
     run, values, files, timings = step.run, dict[str, Any](), list[OutputFile](), dict[str, float]()
     with run.weights_lock:
-        publication = publish(run, trained)
+        if run.fleet.weights.reads_store:  # engines read what is stored here
+            restore_trainer(run, trained)
+            publication = run.fleet.weights.measure(version_of(trained))
+        else:
+            publication = publish(run, trained)
         if run.ledger.stores_weights:
             began = time.perf_counter()
             files, how = _store(step, publication)
@@ -86,15 +91,35 @@ def _store(step: StepCall, publication: Publication) -> tuple[list[OutputFile], 
 
 def publish(run: RunContext, weights: Commit | None) -> Publication:
     """Publish the weights that `weights` committed; None means the initial ones. A trainer in another state is restored
-    to these weights first."""
+    to these weights first, unless engines read them from the run's store."""
+    if (stored := _announce(run, weights)) is not None:
+        return stored
     with run.weights_lock:
         restore_trainer(run, weights)
         return run.fleet.weights.publish(version_of(weights), keep=run.ledger.lag + 2)
 
 
+def _announce(run: RunContext, weights: Commit | None) -> Publication | None:
+    """Publish weights that the run's store has. Return None where engines do not read it, or it does not have them."""
+    if weights is None or not run.fleet.weights.reads_store:
+        return None
+    synced = run.find(weights.iteration, Step.SYNC)
+    if synced is None or not has_weights(run.ledger, synced):
+        return None
+    versions, version = stored_versions(run.find, synced), version_of(weights)
+    run.fleet.weights.announce(version, run.ledger.store.url, versions, keep=run.ledger.lag + 2)
+    return Publication(version, versions[-1].digest)
+
+
+def _ensure_announced(run: RunContext, weights: Commit | None) -> None:
+    if run.fleet.weights.reads_store and version_of(weights) not in run.fleet.weights.published():
+        _announce(run, weights)
+
+
 def update(run: RunContext, engine: Any, weights: Commit | None) -> float:
     """Update an engine of `run.fleet.rollout` during generation to the weights that `weights` committed. Return the
     seconds without decoding. Raises EngineError."""
+    _ensure_announced(run, weights)
     seconds: float = run.fleet.weights.update(engine, version_of(weights))
     return seconds
 
@@ -108,6 +133,7 @@ def serve(run: RunContext, engine: Any, weights: Commit | None, beside: Collecti
     engine is ahead, and does not go back.
     """
     version = version_of(weights)
+    _ensure_announced(run, weights)
     try:
         run.fleet.weights.serve(engine, version, beside)
     except (PublicationGone, WeightsDiffer) as error:

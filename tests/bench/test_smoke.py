@@ -34,7 +34,7 @@ ON_THE_QUICKSTART = (
 
 ON_A_BUCKET = ("ledger", "write_ahead")
 CHEAP = ("pipeline_sim", "snapshots", "rollout", "training", "write_ahead", "invariance")
-DEAR = ("ledger", "seeds", "episodes")
+DEAR = ("ledger", "seeds", "episodes", "versions")
 """Benchmarks that run in this process too, and start others or write much."""
 
 LONG = (

@@ -24,13 +24,21 @@ from cairn.engines.fleet.handles import UPDATING, EngineHandle
 from cairn.engines.fleet.membership import Membership
 from cairn.engines.fleet.requirements import comparison_problems
 from cairn.engines.fleet.rollout import RolloutHandle, RouterHandle
-from cairn.engines.fleet.training import TrainingHandle
+from cairn.engines.fleet.training import TrainingHandle, absolute_url
 from cairn.engines.fleet.turns import Turns
-from cairn.engines.fleet.weights.transports import TargetsFailed, Transport, call_each, results
+from cairn.engines.fleet.weights.transports import (
+    InStore,
+    StoredFiles,
+    TargetsFailed,
+    Transport,
+    call_each,
+    results,
+)
 from cairn.engines.fleet.weights.verification import LoadedChecksums, verify_checksum, verify_log_probs
 from cairn.engines.rollout.base import LoadChecked, RolloutEngine
 from cairn.engines.types.errors import EngineError, PublicationGone, WeightsDiffer, WrongVersion
 from cairn.engines.types.types import Publication
+from cairn.engines.weights.layout import StoredVersion
 from cairn.storage.store.errors import NoSpace
 
 
@@ -75,8 +83,7 @@ class WeightExchange:
             WrongVersion: the trainer is not at `version`.
             EngineError, NoSpace: the weights could not be published.
         """
-        self._turns.for_training()
-        publication = Publication(version, self._training.checksum_at(version, self._config.rollout.dtype))
+        publication = self.measure(version)
         with self._lock:
             earlier, stored = self._stored.pop(version, (None, None))
         if earlier != publication:
@@ -88,14 +95,33 @@ class WeightExchange:
                 with suppress(EngineError):
                     self._transport.keep(retained)  # a part of a publication is useless and takes room
                 raise
+        self._add(publication, stored, keep)
+        return publication
+
+    def measure(self, version: int) -> Publication:
+        """Return the publication that `publish` would make, without storing anything. Raises as `publish` does."""
+        self._turns.for_training()
+        return Publication(version, self._training.checksum_at(version, self._config.rollout.dtype))
+
+    @property
+    def reads_store(self) -> bool:
+        """Whether engines read the weights that the run's store has: see `announce`."""
+        return isinstance(self._transport, StoredFiles)
+
+    def announce(self, version: int, store_url: str, versions: Sequence[StoredVersion], keep: int) -> None:
+        """Publish weights that the run's store has, the last of `versions`. The trainer takes no part. Only where
+        `reads_store`."""
+        stored = InStore(absolute_url(store_url), tuple(versions))
+        self._add(Publication(version, versions[-1].digest), stored, keep)
+
+    def _add(self, publication: Publication, stored: Any, keep: int) -> None:
         with self._lock:
-            self._stored[version] = (publication, stored)
+            self._stored[publication.version] = (publication, stored)
             for old in list(self._stored)[:-keep]:
                 del self._stored[old]
             retained = set(self._stored)
         self._transport.keep(retained)
         self._loaded.keep(retained)
-        return publication
 
     def published(self) -> set[int]:
         """Return the weight versions that an engine can be updated to now."""

@@ -4,12 +4,14 @@
 |---|---|---|
 | `tensor` | buckets in Ray's object store | until it is dropped, or the machine of the trainer's first rank is lost |
 | `disk` | the folder `<update_weight_disk_dir>/<trainer>/weight_v<version>` | until it is removed |
+| `store` | files in the run's store; the initial weights are buckets | as the run retains them |
 | `distributed` with a lag | the same buckets, which the trainer's first rank broadcasts | as long |
 | `tensor` between engines that share GPUs, `distributed` | the trainer itself | as long as the trainer is at it |
 """
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from cairn.engines.fleet.training import TrainingHandle
 from cairn.engines.rollout.base import DirectReceiver, RolloutEngine
 from cairn.engines.training.weight_source import WeightSource
 from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, Superseded
-from cairn.engines.weights.layout import Layout, Meeting, Receiver
+from cairn.engines.weights.layout import Layout, Meeting, Receiver, StoredVersion
 
 # Weights by broadcast: the trainer's first rank and all processes of all engines of a pass are one process group.
 #
@@ -213,6 +215,8 @@ def transport_of(
     match fleet.update_weight_transport:
         case "disk":
             return Folders(source, fleet, load_timeout)
+        case "store":
+            return StoredFiles(source, fleet.update_weight_buffer_size, load_timeout)
         case "distributed" if lag:
             return CopiedBroadcasts(source, fleet.update_weight_buffer_size)
         case "distributed":
@@ -245,6 +249,33 @@ class Buckets(Transport):
             earlier, calls = calls, call_each(targets, RolloutEngine.update_weights, bucket)
             results(targets[: len(earlier)], earlier)
         results(targets[: len(calls)], calls)
+
+
+@dataclass(frozen=True)
+class InStore:
+    """A version in the run's store: whole weights, and the differences after them."""
+
+    url: str
+    versions: tuple[StoredVersion, ...]
+
+
+class StoredFiles(Buckets):
+    """Transport in the run's store, which the trainer has written to. Weights that are not there are sent as
+    buckets."""
+
+    def __init__(self, source: TrainingHandle, bucket_bytes: int, load_timeout: float) -> None:
+        super().__init__(source, bucket_bytes)
+        self._load_timeout = load_timeout
+
+    def sent_checksum(self, stored: Any) -> str | None:
+        return None if isinstance(stored, InStore) else super().sent_checksum(stored)
+
+    def send(self, version: int, stored: Any, targets: Targets) -> None:
+        if not isinstance(stored, InStore):
+            super().send(version, stored, targets)
+            return
+        calls = call_each(targets, RolloutEngine.update_weights_from_store, stored.url, stored.versions)
+        results(targets, calls, Deadline(self._load_timeout))
 
 
 class CopiedBroadcasts(Buckets):

@@ -71,10 +71,10 @@ def quantized_problems(config: RunConfig) -> Iterator[str]:
         )
     if rollout.dtype != "bfloat16":
         yield f"{path} is in FP8, with which SGLang computes only in bfloat16: set rollout.dtype to bfloat16"
-    if fleet.update_weight_transport == "disk":
+    if fleet.update_weight_transport in ("disk", "store"):
         yield (
-            f"fleet.update_weight_transport is disk, but servers that hold {path} in FP8 would read unquantised "
-            "weights: set it to tensor or distributed"
+            f"fleet.update_weight_transport is {fleet.update_weight_transport}, but servers that hold {path} in FP8 "
+            "would read unquantised weights: set it to tensor or distributed"
         )
     if fleet.check_weight_update_equal:
         yield (

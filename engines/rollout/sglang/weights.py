@@ -14,10 +14,15 @@ from cairn.engines.models.published import is_exact
 from cairn.engines.rollout.sglang.server import LOADS, POLICY, Control
 from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, WeightsDiffer
 from cairn.engines.weights.buckets import share
-from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
+from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver, StoredVersion
+from cairn.engines.weights.versions import HeldVersion
+from cairn.storage.opening import open_store
 
 IDLE_TIMEOUT = 60.0
 """Seconds within which a server must have ended the requests that an update aborts."""
+
+BUCKET_BYTES = 512 << 20
+"""Size from which on a bucket of weights from a store is sent to the server."""
 
 MEMORY: dict[MemoryTag, list[str]] = {"weights": ["weights"], "kv_cache": ["kv_cache", "cuda_graph"]}
 """The server's own tags, for each of Cairn's."""
@@ -58,6 +63,11 @@ class ServerWeights:
         """Whether the weights of this update came as a model folder."""
         self._released: set[MemoryTag] = set()
         self._group: Meeting | None = None
+        self._copy: dict[str, torch.Tensor] = {}
+        """Copy on the host of the weights that were read from a store."""
+        self._held = HeldVersion(lambda: self._copy, self._keep_copy)
+        self._served_digest: str | None = None
+        """Checksum of the weights that the server has, where they were read from a store."""
 
     def get_weight_version(self) -> int | None:
         """Return the version of the weights that the server serves. None within an update, and until the next one where
@@ -83,6 +93,8 @@ class ServerWeights:
         will wait."""
         if "weights" in self._released:
             raise EngineError("The memory of the weights was released: resume it before an update.")
+        if self._updating is not None:  # it may have changed some weights
+            self._held.digest = self._served_digest = None
         self._whole, self._updating, self._serves = False, version, in_flight
         self._missing, self._from_folder = set(self._names), False
         self._control.call("/pause_generation", {"mode": "abort"})
@@ -94,24 +106,53 @@ class ServerWeights:
             self._check_weights(f"record {self._checked}", exact)
 
     def update_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
+        self._served_digest = None
         with self._replacing(named_tensors):
             self._control.update_from_tensor([share(named_tensors) for _ in range(self._tp_size)])
 
     def map_weights(self, names: Collection[str], handles: Sequence[bytes]) -> None:
+        self._served_digest = None
         with self._replacing(names):
             self._control.update_from_tensor(handles)
+
+    def update_weights_from_store(self, store_url: str, versions: Sequence[StoredVersion]) -> None:
+        """Bring a copy on the host to the version, and send the server what changed since the version that it has: all
+        weights where it has another one."""
+        self._require_begun()
+        before, self._served_digest = self._served_digest, None
+        at = self._held.digest
+        changed = self._held.advance(open_store(store_url), versions)
+        if changed is None or before is None or before != at:
+            changed = frozenset(self._copy)
+        elif self._checked:
+            self._check_weights("continue", [])
+        bucket: dict[str, torch.Tensor] = {}
+        for name in sorted(changed):
+            bucket[name] = self._copy[name]
+            if sum(tensor.nbytes for tensor in bucket.values()) >= BUCKET_BYTES:
+                self.update_weights(bucket)
+                bucket = {}
+        if bucket:
+            self.update_weights(bucket)
+        self._missing -= self._copy.keys()
+        self._served_digest = versions[-1].digest
+
+    def _keep_copy(self, weights: dict[str, torch.Tensor]) -> None:
+        self._copy = weights
 
     def update_weights_from_disk(self, folder: Path) -> None:
         """Replace all weights with those of a model folder. The server itself does to packed weights what the begin and
         end of an update do, so no update may be open there."""
         self._require_begun()
         self._close_session()
+        self._served_digest = None
         body = {"model_path": str(folder), "flush_cache": False}
         self._control.call("/update_weights_from_disk", body, timeout=self._load_timeout)
         self._missing, self._from_folder = set(), True
         self._left_out = sorted(open_weights(folder).keys() - self._names)
 
     def receive_weights(self, layout: Layout) -> None:
+        self._served_digest = None
         names = [name for name, _, _ in layout]
         body = {
             "names": names,
@@ -189,6 +230,7 @@ class ServerWeights:
         if tags:
             self._whole, self._updating, self._serves = False, None, False
             self._released.update(tags)
+            self._served_digest = None
             self._wait_until_idle()
             self._control.call("/release_memory_occupation", {"tags": [own for tag in tags for own in MEMORY[tag]]})
 

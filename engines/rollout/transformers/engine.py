@@ -22,7 +22,9 @@ from cairn.engines.rollout.transformers.loop import DecodeLoop
 from cairn.engines.types.errors import BadModel, EngineError
 from cairn.engines.types.types import Completion, GenerateRequest, Stream
 from cairn.engines.weights.fingerprint import weights_checksum
-from cairn.engines.weights.layout import MemoryTag
+from cairn.engines.weights.layout import MemoryTag, StoredVersion
+from cairn.engines.weights.versions import HeldVersion
+from cairn.storage.opening import open_store
 from cairn.storage.records import Environment
 
 
@@ -67,6 +69,10 @@ class WeightUpdate:
             self._targets[name].copy_(tensor)
             self._missing -= self._made_of[name]
 
+    def complete(self) -> None:
+        """Record that the model has all weights of the version."""
+        self._missing = set()
+
     def end(self) -> None:
         """Check that the update is complete. Raises EngineError where a weight was never sent."""
         if self._missing:
@@ -107,6 +113,7 @@ class TransformersEngine:
         """Version that requests are generated with; during an update in flight, the one being loaded. None: there are
         no weights to generate with. Requests read it meanwhile, so an update in flight never sets it to None."""
         self._update: WeightUpdate | None = None
+        self._held = HeldVersion(lambda: published_weights(self._model), lambda weights: self._updating().load(weights))
         self._released: set[MemoryTag] = set()
         self._batch_invariant: bool | None = None
         if problem := checks.find_decoding_error(self._decoder):
@@ -132,6 +139,8 @@ class TransformersEngine:
         if in_flight:
             self._loop.pause()
         with nullcontext() if in_flight else self._occupancy.alone("update weights"):
+            if self._update is not None:  # it may have changed some weights
+                self._held.digest = None
             self._update = WeightUpdate(self._model, version)
             self._serves = version if in_flight else None
 
@@ -139,6 +148,7 @@ class TransformersEngine:
         return self._loop.retracted()
 
     def update_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
+        self._held.digest = None
         self._updating().load(named_tensors)
 
     def update_weights_from_disk(self, folder: Path) -> None:
@@ -147,7 +157,13 @@ class TransformersEngine:
             saved = load_causal_lm(folder, self._model.dtype)
         except BadModel as error:
             raise EngineError(f"The weights in {folder} cannot be loaded: {error}") from error
+        self._held.digest = None
         update.load(saved_tensors(saved))
+
+    def update_weights_from_store(self, store_url: str, versions: Sequence[StoredVersion]) -> None:
+        update = self._updating()
+        if self._held.advance(open_store(store_url), versions) is not None:
+            update.complete()
 
     def end_weight_update(self) -> None:
         update = self._updating()

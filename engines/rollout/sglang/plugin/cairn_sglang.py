@@ -1,11 +1,12 @@
 """Plug-in of SGLang, loaded in each process of a server: checksums of the weights that a rank receives.
 
-SGLang finds it by the entry point in the folder beside this file. It adds two actions to `/weights_checker`. SGLang
+SGLang finds it by the entry point in the folder beside this file. It adds three actions to `/weights_checker`. SGLang
 itself calls every rank and gathers their replies.
 
 | action | `skip_tensor_list` | what a rank does |
 | --- | --- | --- |
 | `record DTYPE` | names of tensors that are not rounded | begins a record of what its model loads, rounded to DTYPE |
+| `continue` | – | adds to the record the tensors of the one before it that were not loaded again |
 | `recorded` | names to leave out | returns the record's checksum, under the name `recorded` |
 
 A record has every tensor that the model is given to load, however it travelled. Its checksum is `weights_checksum` of
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-RECORD, RECORDED = "record ", "recorded"
+RECORD, CONTINUE, RECORDED = "record ", "continue", "recorded"
 
 _spec = importlib.util.spec_from_file_location(
     "cairn_fingerprint", Path(__file__).parents[3] / "weights" / "fingerprint.py"
@@ -36,9 +37,11 @@ class Record:
     Args:
         dtype: number format that they are rounded to.
         exact: names of those that are not.
+        before: the record before this one.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype, exact: Collection[str]) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, exact: Collection[str], before: "Record | None" = None) -> None:
+        self._before = None if before is None else before._found
         self._model, self._load = model, type(model).load_weights
         self._device = next(model.parameters()).device
         self._dtype, self._exact = dtype, frozenset(exact)
@@ -54,6 +57,12 @@ class Record:
             self._found.add(name, tensor, dtype=dtype, device=self._device)
             yield name, tensor
 
+    def continue_(self) -> None:
+        """Begin with what the record before this one had found. Raises RuntimeError without one."""
+        if self._before is None:
+            raise RuntimeError("no record was begun before this one")
+        self._found = self._before
+
     def checksum(self, left_out: Collection[str]) -> str:
         """Return the checksum of all recorded tensors but some."""
         return str(self._found.checksum(left_out))
@@ -66,20 +75,24 @@ def _handle(original: Callable[..., Any], checker: Any, **request: Any) -> Any:
     action, names = request["action"], request.get("skip_tensor_list") or ()
     if action.startswith(RECORD):
         model = checker._get_model()
-        model.load_weights = Record(model, getattr(torch, action.removeprefix(RECORD)), names).load_weights
+        before = getattr(model.load_weights, "__self__", None)
+        dtype = getattr(torch, action.removeprefix(RECORD))
+        model.load_weights = Record(model, dtype, names, before if isinstance(before, Record) else None).load_weights
         return None
-    if action != RECORDED:
+    if action not in (CONTINUE, RECORDED):
         return original(checker, **request)
     record = checker._get_model().load_weights.__self__
     if not isinstance(record, Record):
         raise RuntimeError("no record was begun")
+    if action == CONTINUE:
+        return record.continue_()
     checksum = record.checksum(frozenset(names))
     place = checker._parallelism_info(role=request["role"])
     return ChecksumInfo(checksums={RECORDED: checksum}, per_gpu_checksum=checksum, parallelism_info=place).model_dump()
 
 
 def install() -> None:
-    """Register the two actions."""
+    """Register the three actions."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _handle, HookType.AROUND)

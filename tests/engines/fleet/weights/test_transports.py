@@ -23,7 +23,7 @@ from cairn.engines.fleet.requirements import weight_problems
 from cairn.engines.fleet.training import TrainingHandle
 from cairn.engines.fleet.turns import Turns
 from cairn.engines.fleet.weights import transports
-from cairn.engines.fleet.weights.transports import transport_of
+from cairn.engines.fleet.weights.transports import InStore, transport_of
 from cairn.engines.rollout.base import RolloutEngine
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.training.base import TrainingEngine
@@ -31,8 +31,10 @@ from cairn.engines.training.weight_source import WeightSource
 from cairn.engines.types.errors import EngineDied, EngineError, WeightsDiffer
 from cairn.engines.types.types import SamplingParams
 from cairn.engines.weights.buckets import Bucket
+from cairn.engines.weights.layout import StoredVersion
 from cairn.flows.pipeline import Pipeline
 from cairn.storage.ledger.commits import Step
+from cairn.storage.store.errors import Damaged
 from cairn.tasks.halves import publish_for_open_halves
 from tests.engines.training.builders import make_batch
 from tests.fleets import send, sync, verify, versions
@@ -94,6 +96,41 @@ def test_log_probs_are_the_trainers_after_an_update_and_not_before(
     assert set(done.weight_versions.tolist()) == {version}
     folders = {file.parent.name for file in tmp_path.glob("**/*.safetensors")}
     assert folders == ({f"weight_v{version:06d}"} if transport == "disk" else set()), "those of earlier ones are gone"
+
+
+def test_a_server_gets_what_changed_since_the_version_that_it_has(fleet: Fleet, tmp_path: Path) -> None:
+    (engine,), training = fleet.rollout, fleet.training
+    transport = transport_of(by("store", tmp_path), training, load_timeout=60, maps_gpu_memory=False)
+    versions: list[StoredVersion] = []
+
+    def update(version: int) -> None:
+        engine.call(UPDATING, RolloutEngine.begin_weight_update, version).result()
+        transport.send(version, InStore(str(tmp_path), tuple(versions)), [engine])
+        engine.call(UPDATING, RolloutEngine.end_weight_update).result()
+        assert engine.call(UPDATING, RolloutEngine.weights_checksum).result() == versions[-1].digest
+
+    for _ in range(3):
+        version, base = train_once(fleet), versions[-1].digest if versions else None
+        digest = training.checksum_at(version, "float32")
+        files = training.write_version(version, str(tmp_path), f"v{version}", "float32", digest, base)
+        versions.append(StoredVersion(str(version), digest, tuple(files)))
+        update(version)
+        verify(fleet)
+        if base is None:
+            (whole,) = files
+            Path(tmp_path, whole.path).rename(tmp_path / "away")  # not read again by who has it
+    digest = training.checksum_at(version, "float32")
+    files = training.write_version(version, str(tmp_path), "same", "float32", digest, digest)
+    versions.append(StoredVersion("without a change", digest, tuple(files)))
+    update(version)  # its ranks receive nothing, and have the checksum of all
+    send(fleet, version, by("tensor", tmp_path))
+    update(version)  # all weights, from the copy
+    engine.call(UPDATING, RolloutEngine.begin_weight_update, version).result()  # breaks off
+    with pytest.raises(Damaged, match="is missing"):
+        update(version)
+    (tmp_path / "away").rename(tmp_path / whole.path)
+    update(version)
+    verify(fleet)
 
 
 def test_an_older_version_is_broadcast_from_its_copy_while_the_trainer_is_at_work(fleet: Fleet, tmp_path: Path) -> None:
