@@ -31,7 +31,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-import cairn.tasks.generation.rollout
+import cairn.tasks.generation.shard
 from bench.command import parse, say
 from bench.gateway import STORE_HELP, bucket
 from cairn.storage.ledger.commits import Step
@@ -104,7 +104,7 @@ def generate(run: RunContext, turn: int, log: type) -> tuple[float, float, int]:
     count = run.config.rollout.rollout_batch_size
     attempt = run.ledger.attempt(turn, Step.ROLLOUT, "00-000")
     call = StepCall(run, 0, "00-000", attempt, "0" * 64)  # always the samples of iteration 0
-    with mock.patch.object(cairn.tasks.generation.rollout, "SampleLog", log):
+    with mock.patch.object(cairn.tasks.generation.shard, "SampleLog", log):
         began, cpu = time.perf_counter(), time.process_time()
         made = rollout.perform(call, None, [], [], cursor=0, count=count, resumed=0, needed=None, part=0, parts=1)
         return time.perf_counter() - began, time.process_time() - cpu, int(made.metrics["response_tokens"])

@@ -36,8 +36,12 @@ PACKAGES = ("configs", "storage", "engines", "tasks", "flows")
 
 EXECUTING_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 EXECUTING_CALLS = {"eval", "exec", "torch.load", "np.load", "numpy.load", "yaml.unsafe_load", "yaml.full_load"}
-READS_NAMES_ONLY = {"engines/training/megatron/metadata.py": ["pickle"]}
-"""Its unpickler imports nothing; tests/test_forged_checkpoints.py."""
+MAY_UNPICKLE = {
+    "engines/training/megatron/metadata.py": ["pickle"],  # imports nothing; tests/test_forged_checkpoints.py
+    "engines/training/rows.py": ["pickle"],  # between the ranks of one training engine
+    "tasks/durable/beside.py": ["pickle"],  # between a driver and its child
+}
+"""Files that read no pickle of others."""
 EXECUTING_LOADERS = {"yaml.Loader", "yaml.UnsafeLoader", "yaml.FullLoader"}
 
 
@@ -72,7 +76,7 @@ def test_no_code_of_ours_turns_bytes_into_objects_that_run() -> None:
     files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
     assert len(files) > 80
     found = {str(file.relative_to(ROOT)): list(executing(file.read_text())) for file in files}
-    assert {file: calls for file, calls in found.items() if calls} == READS_NAMES_ONLY
+    assert {file: calls for file, calls in found.items() if calls} == MAY_UNPICKLE
 
 
 def test_what_could_run_is_recognised() -> None:
