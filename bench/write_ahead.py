@@ -98,6 +98,9 @@ class NoLog:
     def appended(self) -> pa.Table:
         return self._encode(self._finished)
 
+    def close(self) -> None:
+        """Do nothing."""
+
 
 def generate(run: RunContext, turn: int, log: type) -> tuple[float, float, int]:
     """Return seconds and CPU seconds of one rollout step, and its tokens."""
