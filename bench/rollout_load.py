@@ -78,7 +78,7 @@ def drive(options: dict[str, Any], folder: Path) -> dict[str, Any]:
             config, name="rollout-load", total_steps=1, model_digests=sources.digests, samples_only=True
         )
         fleet = stack.enter_context(starting)
-        graders = open_graders(config, stack, None, lambda: None)
+        graders = open_graders(config, stack, None, lambda: fleet.scorer)
         run = sources.context(config, ledger, lambda: fleet, graders, lambda event: None)
         for engine in fleet.rollout:
             engine.health()

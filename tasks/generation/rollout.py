@@ -33,7 +33,7 @@ from cairn.tasks.generation.episodes import Calls
 from cairn.tasks.generation.generation import Ask, generate_function, generate_samples
 from cairn.tasks.generation.groups import Group, RowFormat, fresh_group
 from cairn.tasks.generation.progress import ShardProgress
-from cairn.tasks.generation.shard import SIGNING_KEY, Shard, ShardPlan, open_shard
+from cairn.tasks.generation.shard import SIGNING_KEY, Shard, ShardPlan, digest_of_tokenizer, open_shard
 from cairn.tasks.trainer.sync import serve
 
 if TYPE_CHECKING:
@@ -232,6 +232,7 @@ def _plan(
         input_digest=step.input_digest,
         earlier_digests=step.earlier_digests,
         model=os.path.abspath(run.config.model.path),
+        tokenizer=digest_of_tokenizer(run.tokenizer),
         engine=engine,
         version=version,
         format=RowFormat.of(run),

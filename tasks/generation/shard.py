@@ -22,6 +22,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cairn.engines.models.tokenizers import load_tokenizer, tokenizer_digest
+from cairn.engines.types.errors import BadModel
 from cairn.engines.types.keeping import KeeperRefused, SampleEnd, WantedSample
 from cairn.engines.types.trajectories import GeneratedSample, SampleKey, SampleRequest
 from cairn.engines.types.types import FinishReason
@@ -64,6 +66,8 @@ class ShardPlan:
     """See `SampleLog`."""
     model: str
     """Absolute path of the model folder, on every machine."""
+    tokenizer: str
+    """Digest of its tokenizer."""
     engine: str
     """Name of the engine that generates."""
     version: int
@@ -180,8 +184,9 @@ class Shard:
         return ends
 
     def fail(self, errors: Mapping[SampleKey, str]) -> None:
-        """Keep samples that failed and were not generated, with the error of each."""
-        requests = [self._missing.pop(key) for key in errors]
+        """Keep samples that failed and were not generated, with the error of each. Those that ended before their engine
+        failed stay as they are; their group fails with the others."""
+        requests = [self._missing.pop(key) for key in errors if key in self._missing]
         self._log.append(*(GeneratedSample.failed(request, errors[request.key]) for request in requests))
 
     def finish(self, calls: pa.Table | None = None) -> ShardFiles:
@@ -234,11 +239,11 @@ def open_shard(plan: ShardPlan, store_url: str, *, signs: bool) -> Shard:
     if signs != bool(os.environ.get(SIGNING_KEY)):
         raise KeeperRefused(f"{SIGNING_KEY} is not the driver's here")
     try:
-        store = _store(store_url, run_manifest(plan.run))
-    except StoreRefused as refused:
+        store, tokenizer = _store(store_url, run_manifest(plan.run)), _tokenizer(plan.model, plan.tokenizer)
+    except (StoreRefused, BadModel) as refused:
         raise KeeperRefused(str(refused)) from refused
     attempt = Attempt(store, plan.run, plan.iteration, plan.step, plan.shard, plan.attempt)
-    return Shard(plan, attempt, Snapshots(store), _tokenizer(plan.model))
+    return Shard(plan, attempt, Snapshots(store), tokenizer)
 
 
 SIGNING_KEY = "CAIRN_SIGNING_KEY"
@@ -256,10 +261,18 @@ def _store(url: str, manifest: str) -> Store:
 
 
 @cache
-def _tokenizer(model: str) -> Any:
-    from cairn.engines.models.tokenizers import load_tokenizer
+def _tokenizer(model: str, digest: str) -> Any:
+    """Return the tokenizer of a model folder. Raises BadModel where it is not that of the digest."""
+    tokenizer = load_tokenizer(model)
+    if digest_of_tokenizer(tokenizer) != digest:
+        raise BadModel(f"{model} has another tokenizer there than the run's")
+    return tokenizer
 
-    return load_tokenizer(model)
+
+@cache
+def digest_of_tokenizer(tokenizer: Any) -> str:
+    """Return `tokenizer_digest`, computed once."""
+    return tokenizer_digest(tokenizer)
 
 
 def _continued(plan: ShardPlan, snapshots: Snapshots) -> Iterator[Group]:
