@@ -6,8 +6,8 @@
 Writes runs of two or more shards of rollout and reward an iteration, filter, advantage, train and sync, with a
 checkpoint and a benchmark every tenth, as a driver writes them, but without the snapshots' files, which no listing
 shows. The newest iteration ends after its train step, as if the driver had been killed there. Of runs longer than
-`--read`, only the last iterations have commits that can be read; those before have a file in place of each record and
-of the train step's commit. Then it measures, each with its own connection, and counting every HTTP request:
+`--read`, only the last iterations have commits; each one before has one file, so that its folder is listed. Then it
+measures, each with its own connection, and counting every HTTP request:
 
   resume   a driver's requests from opening the run to the step at which it resumes; the six requests
            before that verify a store are not counted
@@ -159,18 +159,15 @@ def files_of(run: str, iterations: int, shards: Sequence[str] = TWO, first: int 
             yield layout.record(run, index, number), record_bytes(shared[begin : begin + OF_A_RECORD])
 
 
-def unread_files(run: str, iterations: int, shards: Sequence[str]) -> Iterator[tuple[str, bytes]]:
-    """Yield files in place of those of a run's first iterations. A driver that resumes reads none of them."""
-    for index in range(iterations):
-        yield layout.commit(run, index, Step.TRAIN), b"not read"
-        for number in range(-(-2 * len(shards) // OF_A_RECORD)):
-            yield layout.record(run, index, number), b"not read"
+def unread_files(run: str, iterations: int) -> Iterator[tuple[str, bytes]]:
+    """Yield a file for each of a run's first iterations. A driver that resumes lists their folders and reads none."""
+    yield from ((layout.commit(run, index, Step.TRAIN), b"not read") for index in range(iterations))
 
 
 def write_share(url: str, run: str, iterations: int, shards: Sequence[str], first: int, share: int) -> None:
     """Create every `WRITERS`-th file of a run; those before the iteration `first` cannot be read."""
     store = S3Store(url)
-    files = chain(unread_files(run, first, shards), files_of(run, iterations, shards, first))
+    files = chain(unread_files(run, first), files_of(run, iterations, shards, first))
     with ThreadPoolExecutor(REQUESTS) as pool:
         mine = (file for number, file in enumerate(files) if number % WRITERS == share)
         list(pool.map(lambda file: store.create(*file), mine))
