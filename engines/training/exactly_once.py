@@ -186,6 +186,8 @@ class ExactlyOnceEngine(ABC):
         self._interrupted: str | None = None
         self._offloaded = False
         self._copy: HostCopy | None = None
+        self._room: Sequence[torch.Tensor] = ()
+        """Memory of the copy before, for the next one."""
 
     @abstractmethod
     def _plan(self, lengths: dict[int, int]) -> list[MicroBatch]:
@@ -303,9 +305,11 @@ class ExactlyOnceEngine(ABC):
 
     def copy_state(self) -> int:
         self._require_ready()
-        digest, self._copy = self.state_digest(), None
+        digest = self.state_digest()
+        self.drop_copy()
+        room, self._room = self._room, ()
         self._copy = copy_to_host(
-            self._parts(owned=True), rank=self._rank, weight_version=self._version, state_digest=digest
+            self._parts(owned=True), rank=self._rank, weight_version=self._version, state_digest=digest, room=room
         )
         return self._copy.bytes
 
@@ -320,7 +324,9 @@ class ExactlyOnceEngine(ABC):
         )
 
     def drop_copy(self) -> None:
-        self._copy = None
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            self._room = copy.files
 
     def save(self, store: Store, folder: str) -> list[StoredFile]:
         written: list[StoredFile] = []
