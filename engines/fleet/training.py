@@ -185,7 +185,7 @@ class TrainingHandle(ModelHandle):
         return [*(file for files in written for file in files), description]
 
     def drop_copy(self) -> None:
-        """Free the copied state."""
+        """Give the copied state up. The memory stays with the ranks, for the next copy."""
         self._copy = None
         with suppress(EngineError):  # a rank that is gone holds none
             for call in self.call_all(CONTROL, TrainingEngine.drop_copy):

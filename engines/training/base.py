@@ -113,7 +113,7 @@ class TrainingEngine(Protocol):
         """Write the description of a checkpoint whose ranks have written these indexes. Raises as `write_copy` does."""
 
     def drop_copy(self) -> None:
-        """Free the copy."""
+        """Give the copy up. Its memory stays for the next one."""
 
     def save(self, store: Store, folder: str) -> list[StoredFile]:
         """Write the whole state below `folder`: copy, write and describe it. Return all files on rank 0 and none

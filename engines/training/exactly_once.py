@@ -214,6 +214,8 @@ class ExactlyOnceEngine(ABC):
         self._copy: HostCopy | None = None
         timeout = timedelta(minutes=training.distributed_timeout_minutes)
         self._rows = Rows(rank, world_size, self._device, timeout)
+        self._room: Sequence[torch.Tensor] = ()
+        """Memory of the copy before, for the next one."""
 
     @abstractmethod
     def _plan(self, lengths: dict[int, int]) -> list[MicroBatch]:
@@ -331,9 +333,11 @@ class ExactlyOnceEngine(ABC):
 
     def copy_state(self) -> int:
         self._require_ready()
-        digest, self._copy = self.state_digest(), None
+        digest = self.state_digest()
+        self.drop_copy()
+        room, self._room = self._room, ()
         self._copy = copy_to_host(
-            self._parts(owned=True), rank=self._rank, weight_version=self._version, state_digest=digest
+            self._parts(owned=True), rank=self._rank, weight_version=self._version, state_digest=digest, room=room
         )
         return self._copy.bytes
 
@@ -348,7 +352,9 @@ class ExactlyOnceEngine(ABC):
         )
 
     def drop_copy(self) -> None:
-        self._copy = None
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            self._room = copy.files
 
     def save(self, store: Store, folder: str) -> list[StoredFile]:
         written: list[StoredFile] = []

@@ -116,15 +116,22 @@ class HostCopy:
         return sum(map(len, self.files))
 
 
-def copy_to_host(parts: NamedParts, *, rank: int, weight_version: int, state_digest: str) -> HostCopy:
-    """Copy a rank's part of a state to the host, pinned where it lies on a GPU."""
+def copy_to_host(
+    parts: NamedParts, *, rank: int, weight_version: int, state_digest: str, room: Sequence[torch.Tensor] = ()
+) -> HostCopy:
+    """Copy a rank's part of a state to the host, pinned where it lies on a GPU.
+
+    `room`: the files of an earlier copy, to write over: new memory takes several times as long as the copy itself.
+    """
     listed = [(region, values) for region, values in parts if len(region)]
     total = sum(-(-values.nbytes // _ALIGNMENT) * _ALIGNMENT for _, values in listed)
     size = FILE_BYTES // _ALIGNMENT * _ALIGNMENT
     pinned = any(values.is_cuda for _, values in listed)
-    files = [
-        torch.empty(min(size, total - first), dtype=torch.uint8, pin_memory=pinned) for first in range(0, total, size)
-    ]
+    sizes = [min(size, total - first) for first in range(0, total, size)]
+    if [len(file) for file in room] == sizes and all(file.is_pinned() == pinned for file in room):
+        files = list(room)
+    else:
+        files = [torch.empty(length, dtype=torch.uint8, pin_memory=pinned) for length in sizes]
     places: list[tuple[Region, torch.dtype, int, int]] = []
     at = 0
     for region, values in listed:
