@@ -41,11 +41,11 @@ class Record:
     """
 
     def __init__(self, model: Any, dtype: torch.dtype, exact: Collection[str], before: "Record | None" = None) -> None:
-        self._before = None if before is None else before._found
         self._model, self._load = model, type(model).load_weights
         self._device = next(model.parameters()).device
         self._dtype, self._exact = dtype, frozenset(exact)
-        self._found = fingerprint.Fingerprints()
+        self._found: Any = fingerprint.Fingerprints()
+        self._before: Any = None if before is None else before._found
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], *args: Any, **options: Any) -> Any:
         """Have the model load tensors, and record those that it takes."""
