@@ -8,6 +8,7 @@ import pytest
 
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
+from cairn.tasks.trainer.stored_weights import read_weights
 from tests.architectures import ARCHITECTURES, Architecture
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
@@ -41,3 +42,5 @@ def test_a_run_goes_on_from_its_checkpoint_with_weights_that_every_engine_agrees
         assert engine.get_weight_version() == 1
         # The checkpoint was restored, and its state digest was that of the train step.
         assert engine.weights_checksum() == run.committed(0, Step.SYNC).values["digest"]
+        for index in (0, 1):
+            read_weights(run.ledger, run.committed(index, Step.SYNC))  # compares the digest
