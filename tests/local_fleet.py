@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -247,6 +248,11 @@ class LocalTraining:
 
     def load(self, store_url: str, folder: str, size: int = 0) -> None:
         self.engine.load(open_store(store_url), folder)
+
+    def export_hf(self, version: int, folder: Path) -> None:
+        if self.engine.position().weight_version != version:
+            raise WrongVersion(f"the trainer does not stand at weight version {version}")
+        self.engine.export_hf(folder)
 
     @property
     def environment(self) -> Environment:

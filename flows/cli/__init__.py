@@ -4,6 +4,7 @@ import typer
 
 from cairn.flows.cli.app import app
 from cairn.flows.cli.benchmarks import benchmarks
+from cairn.flows.cli.bisect import bisect
 from cairn.flows.cli.board import board, watch
 from cairn.flows.cli.command import command
 from cairn.flows.cli.decisions import approve, keygen, pin, quarantine, reject, unpin
@@ -25,7 +26,7 @@ __all__ = ["app"]
 GROUPS = {
     "Run": (train, resume, validate, try_recipe, plan, fork, up),
     "Look": (board, watch, runs, status, show, episode, lineage, sql, report, costs, timeline),
-    "Compare and repeat": (compare, diff, replay, rescore, whatif),
+    "Compare and repeat": (compare, diff, bisect, replay, rescore, whatif),
     "Evaluate": (evaluate, leaderboard, benchmarks),
     "Decide": (approve, reject, pin, unpin, quarantine),
     "Take in and out": (export, convert, bundle, unbundle),

@@ -116,7 +116,7 @@ def evaluate(
     if not requested:
         raise BadInput("name at least one benchmark, such as gsm8k, or a YAML file of your own")
     _require_baseline(baseline, gate_on_regression)
-    changes = _changes(overrides or [])
+    changes = section_changes(overrides or [])
     from cairn.flows.evaluation.benchmarks import benchmarks_of
     from cairn.flows.evaluation.models import benchmarks_of_run
     from cairn.storage.opening import open_for_runs
@@ -133,7 +133,7 @@ def evaluate(
     models = _models(store, place, model, every, options)
     _require_exportable(export, len(models) * len(benchmarks))
     results: list[EvaluationResult] = []
-    with _watched(hidden=json) as watcher:
+    with watched(hidden=json) as watcher:
         for one in evaluate_models(store, models, benchmarks, seed=SEED if seed is None else seed, watcher=watcher):
             results.append(one)
             watcher.says(f"{one.result.key.benchmark} on {one.model}: {one.source}")
@@ -203,7 +203,7 @@ def _require_baseline(baseline: str | None, gate_on_regression: bool) -> None:
         raise BadInput("--gate-on-regression needs --baseline: set it to the run or model to compare with")
 
 
-def _changes(overrides: list[str]) -> dict[str, dict[str, Any]]:
+def section_changes(overrides: list[str]) -> dict[str, dict[str, Any]]:
     import yaml
 
     from cairn.configs.yaml_file import parse_yaml
@@ -236,7 +236,7 @@ def _models(
 
 
 @contextmanager
-def _watched(hidden: bool) -> "Iterator[Watcher]":
+def watched(hidden: bool) -> "Iterator[Watcher]":
     """Show a progress bar for each benchmark on stderr, with messages above it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

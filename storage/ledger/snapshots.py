@@ -88,7 +88,8 @@ def table_digests(data: bytes) -> tuple[str, str | None]:
     groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
     chunks = [group.column(place) for group in groups for place in range(group.num_columns)]
     ends = [one.data_page_offset + one.total_compressed_size for one in chunks]  # no page of a dictionary is before it
-    view, at, whole, content = memoryview(data), 0, hashlib.sha256(), None
+    view, at, whole = memoryview(data), 0, hashlib.sha256()
+    content = None
     for chunk, end in zip(chunks, ends, strict=True):
         if chunk.path_in_schema in ALL_MEASURED:
             before = view[at : chunk.data_page_offset]
