@@ -83,12 +83,6 @@ class NoLog:
         self._schema, self._encode = schema, encode
         self._finished: list[Any] = []
 
-    def __enter__(self) -> "NoLog":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
     def recover(self) -> pa.Table:
         return self._schema.empty_table()
 
