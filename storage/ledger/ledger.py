@@ -256,7 +256,7 @@ class Ledger:
             owned = self.lease is not None and run == self.run
             records = self._records.of(run, iteration)
             commit = records.find(step, shard, owned=owned)
-            if commit is not None or records.is_fresh(owned=owned):
+            if commit is not None or records.has_records_only(owned=owned):
                 return commit
         return self._read(layout.commit(run, iteration, step, shard))
 

@@ -121,16 +121,19 @@ class Records:
             if commit is None and not (owned and self._looked):
                 if owned:
                     names = self._store.list(layout.iteration(self._run, self._iteration))
-                    self.has_others |= any(name.startswith(tuple(SHARED)) for name in names)
-                    self.all([number for name in names if (number := layout.parse_record(name)) is not None])
+                    numbers = [number for name in names if (number := layout.parse_record(name)) is not None]
+                    # An earlier version may have run shards here: their attempts are listed, and soon their commits.
+                    others = [name for name in names if name.startswith(tuple(SHARED))]
+                    self.has_others |= any(not name.endswith("/") for name in others) or (bool(others) and not numbers)
+                    self.all(numbers)
                 self.read_on()
                 self._looked |= owned
                 commit = self._commits.get((step, shard))
             return commit
 
-    def is_fresh(self, *, owned: bool) -> bool:
-        """Return whether the iteration had no files of shards when this process, which alone makes commits, first
-        looked."""
+    def has_records_only(self, *, owned: bool) -> bool:
+        """Return whether no shard had a commit in a file of its own, or could have, when this process, which alone
+        makes commits, first looked."""
         return owned and self._looked and not self.has_others
 
     def all(self, listed: Sequence[int]) -> list[Commit]:
