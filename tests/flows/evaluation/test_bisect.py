@@ -212,8 +212,8 @@ def poisoned_run_is_explained(
 def test_a_poisoned_group_is_found_and_what_was_evaluated_is_not_evaluated_again(
     folder: Path, learned: Path, replays: list[int], tmp_path: Path
 ) -> None:
-    poisoned_run_is_explained(folder, learned, str(tmp_path), seed=1, iterations=12, save_interval=5)
-    assert len(replays) <= 4 + GROUPS  # from the checkpoint to the update, and the update without each group
+    poisoned_run_is_explained(folder, learned, str(tmp_path), seed=1, iterations=6, save_interval=4)
+    assert len(replays) <= 3 + GROUPS  # from the checkpoint to the update, and the update without each group
     evaluated = list(folders(open_store(str(tmp_path))))
     again = cairn(str(tmp_path), "tiny", "heldout")
     assert again.exit_code == 0, again.output
