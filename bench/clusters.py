@@ -38,6 +38,9 @@ COSTS = Costs(
 )
 """Costs that `python -m bench.driver_load` found at one and two engines, on two cores: see bench/README.md."""
 
+REQUEST = 0.0022
+"""CPU seconds of a request to an object store, from the same benchmark."""
+
 ONLY_GPUS = (
     "tokens a second that engines and trainer reach in place of the published rates",
     "seconds of a version's transport in place of bytes divided by a link's rate",
@@ -59,6 +62,7 @@ def predicted(machine: Machine, iterations: int, seed: int, costs: Costs = COSTS
     """Return the predictions for a machine, with one shard an engine."""
     size = size_of(machine)
     load = costs.load(size)
+    load["CPU seconds"] += REQUEST * (load["requests"] + load["paced requests"])
     found = predictions(replace(machine, fixed=load["tail CPU seconds"]), iterations, seed)
     return Cluster(size, load, {name: _not_before(one, load["CPU seconds"]) for name, one in found.items()})
 

@@ -1,6 +1,6 @@
 """Load of a driver by the size of its run: fitted to small runs with synthetic engines, and held to larger ones.
 
-    python -m bench.driver_load [--large 64x16 …] [--rounds 1] [--store moto] [--smoke] [--json FILE]
+    python -m bench.driver_load [--large 64x16 …] [--iterations 4] [--smoke] [--json FILE]
     python -m bench.driver_load --measured FILE … [--json FILE]        results of bench.scale or of this benchmark
 
 A run of `bench.scale` at each of `SMALL` sizes gives what one shard, engine, sample and token cost the driver: the
@@ -15,14 +15,21 @@ predicted and measured. `bench.pipeline_sim` predicts clusters with these costs.
             fall into the next iteration
   paced     those requests, whose number depends on the time, by shards
   calls     of actors, without checks of health, by shards and engines
+
+The runs write to local files. What a request to an object store costs in addition is measured by itself: creations,
+reads, checks and deletions of a commit's size, by 16 threads, on an S3 server.
 """
 
 import argparse
 import json
+import os
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from rich.console import Console
@@ -30,6 +37,8 @@ from rich.table import Table
 
 from bench import scale
 from bench.command import parse, say
+from cairn.storage.opening import open_store
+from tests.s3 import moto_server
 
 BESIDE = ("rollout", "reward")
 """Steps beside which engines generate."""
@@ -162,15 +171,34 @@ def loads_of(parameters: Mapping[str, Any], measured: Mapping[str, Any]) -> list
     return [(size, load_of(one)) for one in measured["run"]["iterations"][1:-1]]
 
 
-def run(size: Size, store: str, iterations: int) -> list[tuple[Size, Load]]:
+def run(size: Size, iterations: int) -> list[tuple[Size, Load]]:
     """Measure a run of this size."""
     say(f"{size}")
     parameters = {**asdict(size), "shards_per_round": size.shards, "group": 2 if size.samples > size.shards else 1}
     arguments = argparse.Namespace(
         **parameters | {"shards": False}, ranks=1, iterations=iterations, routing=None, score=False,
-        store=store, scratch=None, keep=None,
+        store="local", scratch=None, keep=None,
     )  # fmt: skip
     return loads_of(parameters, scale.measure(arguments, scale.HERE))
+
+
+def request_seconds(count: int) -> float:
+    """Return the CPU seconds of a request to an object store, the mean over `4 * count` requests."""
+    with moto_server() as server, patch.dict(os.environ, server.env):
+        store = open_store(f"s3://{server.new_bucket()}/requests")
+        store.write("first", b"opens the connections")
+
+        def request(number: int) -> None:
+            path = f"{number}.json"
+            store.create(path, f"{number:08000d}".encode())
+            store.read(path)
+            store.exists(path)
+            store.delete(path)
+
+        began = time.process_time()
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(request, range(count)))
+        return (time.process_time() - began) / (4 * count)
 
 
 def compare(costs: Costs, held: Sequence[tuple[Size, Load]]) -> tuple[Table, list[dict[str, Any]]]:
@@ -212,7 +240,6 @@ def main() -> None:
     parser.add_argument(
         "--iterations", type=int, default=4, help="of each run, of which the first and last do not count"
     )
-    parser.add_argument("--store", default="local", help="as in bench.scale")
     parser.add_argument("--measured", type=Path, nargs="+", metavar="FILE", help="measure nothing, read these results")
     arguments = parse(parser, iterations=3, large=[parsed("6x2")])
     small: list[tuple[Size, Load]] = []
@@ -227,19 +254,23 @@ def main() -> None:
                 held += loads_of(content["parameters"], content["measured"][-1])
     else:
         sizes = SMALL[:4] if arguments.smoke else SMALL
-        small = [one for size in sizes for one in run(size, arguments.store, arguments.iterations)]
-        held = [one for size in arguments.large for one in run(size, arguments.store, arguments.iterations)]
+        small = [one for size in sizes for one in run(size, arguments.iterations)]
+        held = [one for size in arguments.large for one in run(size, arguments.iterations)]
     costs = Costs.fitted(small)
     table, rows = compare(costs, held)
     console = Console(width=120)
     console.print(shown(costs))
     console.print(table)
+    seconds = request_seconds(20 if arguments.smoke else 200)
+    console.print(f"a request to an object store: {1e3 * seconds:.1f} ms of CPU time")
     if arguments.json is not None:
         kept = {
             name: [{"size": asdict(size), "load": load} for size, load in loads]
             for name, loads in (("small", small), ("held", held))
         }
-        arguments.json.write_text(json.dumps({"costs": costs.each, "compared": rows, **kept}, indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps({"costs": costs.each, "request_seconds": seconds, "compared": rows, **kept}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

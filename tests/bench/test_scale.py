@@ -79,8 +79,10 @@ def test_a_cost_is_never_negative() -> None:
 def test_requests_and_calls_of_a_large_run_follow_from_small_ones() -> None:
     small = [Size(1, 1, 8, 16), Size(2, 2, 8, 16), Size(4, 1, 8, 16)]
     large = Size(24, 4, 48, 16)
-    costs = Costs.fitted([one for size in small for one in driver_load.run(size, "local", 3)])
-    for _, load in driver_load.run(large, "local", 3):
+    costs = Costs.fitted([one for size in small for one in driver_load.run(size, 3)])
+    for _, load in driver_load.run(large, 3):
         predicted = costs.load(large)
-        assert predicted["requests"] == pytest.approx(load["requests"])
-        assert predicted["calls"] == pytest.approx(load["calls"])
+        assert predicted["calls"] == pytest.approx(load["calls"], rel=0.02)
+        assert predicted["requests"] == pytest.approx(
+            load["requests"], rel=0.25
+        )  # pages' reads fall into any iteration
