@@ -36,7 +36,8 @@ COSTS = Costs(
         "calls": {"run": 10, "shard": 2, "engine": 5},
     }
 )
-"""Costs that `python -m bench.driver_load` found at one and two engines, on two cores: see bench/README.md."""
+"""Costs that `python -m bench.driver_load` found at one and two engines, on two cores, for a driver that handles every
+token itself: see bench/README.md. Repeat it after a change of what the driver does."""
 
 REQUEST = 0.0022
 """CPU seconds of a request to an object store, from the same benchmark."""
