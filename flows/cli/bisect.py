@@ -62,7 +62,7 @@ def bisect(
     seed: Annotated[int | None, Option("--seed", help="Seed of all sampling.")] = None,
     json: JsonOption = False,
 ) -> Shown:
-    """Find the update of a run that lost a benchmark, and which of its groups did it.
+    """Find the update, and its group, that lost a benchmark.
 
     The versions between a good and a bad one are evaluated by halves, as by `cairn eval`: at most 6 for 40 updates.
     Then the update is made again from the weights before it, once without each group, and evaluated. The run is not

@@ -391,7 +391,7 @@ def _without_groups(
             committed = run.committed(iteration, Step.TRAIN)
             require_unredacted(run, committed)
             run = run.seen_as(run.config_of(committed))
-            batch = committed_batch(run, committed)
+            batch = committed_batch(run, committed).reader().whole()
             groups = _groups_of(batch)
             total = sum(one.weight for one in groups)
             written = _update_without(run, committed, batch, groups[:limit], Path(folder), says)
