@@ -211,7 +211,9 @@ class SyntheticTrainingEngine:
         held, _ = self._read(reader)
         return writer.write(reader, held, {role: self.score(held, role) for role in roles}) if self._rank == 0 else None
 
-    def export_weights(self, bucket_bytes: int, *, on_device: bool = False) -> Iterator[dict[str, Any]]:
+    def export_weights(
+        self, bucket_bytes: int, *, on_device: bool = False, in_turn: bool = False
+    ) -> Iterator[dict[str, Any]]:
         if self._rank == 0:
             yield self._weights("float32")
 

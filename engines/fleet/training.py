@@ -211,7 +211,9 @@ class TrainingHandle(ModelHandle):
     ) -> list[StoredFile]:
         """Write the weights of `version` below `folder`; returns the files. Raises WrongVersion and the store's
         errors."""
-        return self.on_all(TrainingRank.write_version, version, absolute_url(store_url), folder, dtype, digest, base)[0]
+        url = absolute_url(store_url)
+        written = self.on_all(TrainingRank.write_version, version, url, folder, dtype, digest, base)
+        return [file for of_rank in written for file in of_rank]
 
     def export_weights(self, version: int, bucket_bytes: int) -> "Generator[Bucket]":
         """Yield buckets of weights in the object store, as arguments of calls: Ray passes the value. Each is made while

@@ -86,13 +86,15 @@ class TrainingEngine(Protocol):
         """Score a batch from a source under some models, as `score` does, and have the writer store all scores on rank
         0. Return what it returns on rank 0, None elsewhere. Raises as `train` does for a source."""
 
-    def export_weights(self, bucket_bytes: int, *, on_device: bool = False) -> "Iterator[dict[str, torch.Tensor]]":
+    def export_weights(
+        self, bucket_bytes: int, *, on_device: bool = False, in_turn: bool = False
+    ) -> "Iterator[dict[str, torch.Tensor]]":
         """Yield the weights in the training's number format, on the CPU or on the device, in buckets of at most
         `bucket_bytes`.
 
         Keys are the names used in weight files; tied weights appear once. A tensor, or on Megatron a module, larger
-        than `bucket_bytes` is a bucket by itself. Rank 0 yields the buckets. The other ranks yield nothing but must
-        also be iterated to the end.
+        than `bucket_bytes` is a bucket by itself. Rank 0 yields the buckets, or with `in_turn` every rank some of them.
+        The others must also be iterated to the end.
         """
 
     def weights_checksum(self, dtype: Literal["float32", "bfloat16"] = "float32") -> str:

@@ -142,7 +142,9 @@ def copy_to_host(
             end = offset + (last - first) * values.itemsize
             files[file][offset:end].view(values.dtype).copy_(values[first:last], non_blocking=True)
             places.append((region.part(first, last), values.dtype, file, offset))
-            at += -(-(end - offset) // _ALIGNMENT) * _ALIGNMENT
+            padding = -(end - offset) % _ALIGNMENT
+            files[file][end : end + padding] = 0  # so that equal states have equal files
+            at += end - offset + padding
             first = last
     if pinned:
         torch.cuda.synchronize()

@@ -112,23 +112,29 @@ class TrainingRank(WeightSource):
         base: str | None,
     ) -> list[StoredFile]:
         """On all ranks: write the weights of `version` below `folder` (`cairn.engines.weights.versions.VersionWriter`).
-        Return the files on rank 0 and none elsewhere.
+        Return the files of this rank, which writes and keeps some of the weights.
 
         Raises:
             WrongVersion: the engine is at another version.
             StoreError: the store refused a file, or did not respond.
         """
         import torch
+        from torch import distributed
 
         from cairn.engines.training.sharding import raising_together
         from cairn.engines.weights.versions import FILE_BYTES, VersionWriter
 
         self._require_version(version)
-        self._versions = self._versions or VersionWriter()
+        self._versions = self._versions or VersionWriter(self._rank)
+        ranks = self._training.world_size
+        keep = [self._versions.keeps(base)] * ranks
+        if ranks > 1:
+            distributed.all_gather_object(keep, keep[0])
         device = torch.device("cuda" if self._training.num_gpus_per_rank > 0 else "cpu")
-        with raising_together(self._training.world_size, device):
-            buckets, store = self._started.export_weights(FILE_BYTES), open_store(store_url)
-            return self._versions.write(store, folder, buckets, getattr(torch, dtype), digest, base)
+        with raising_together(ranks, device):
+            buckets, store = self._started.export_weights(FILE_BYTES, in_turn=True), open_store(store_url)
+            number_format, same = getattr(torch, dtype), base if all(keep) else None
+            return self._versions.write(store, folder, buckets, number_format, digest, same)
 
     def offload(self) -> None:
         self._sharing.offload()

@@ -1,7 +1,9 @@
 """Versions of a model's weights as files: whole, or as the lossless difference to an earlier version.
 
-<folder>/whole-00000.safetensors …        tensors by the names of weight files, in the number format of rollout engines
-<folder>/difference-00000.safetensors …   see `cairn.engines.weights.differences`; tensors that no file names are equal
+<folder>/whole-00003-00001.safetensors       of rank 3: tensors by the names of weight files, in the number format of
+                                             rollout engines
+<folder>/difference-00003-00001.safetensors  see `cairn.engines.weights.differences`; tensors that no file names are
+                                             equal
 
 A version is read from the last whole one up to it and the differences after that. The ledger says which these are, and
 has the SHA-256 of every file and the checksum of the tensors (`cairn.storage.ledger.publications`).
@@ -33,10 +35,16 @@ class VersionWriter:
     """Writes versions of weights, and keeps the last one on the host, so that the next can be written as a difference
     to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
+        """`rank`: of the process, if several write the files of a version."""
+        self._rank = rank
         self._digest: str | None = None
         """Checksum of the version that is kept; None for none."""
         self._kept: Tensors = {}
+
+    def keeps(self, digest: str | None) -> bool:
+        """Return whether the kept version has this checksum."""
+        return digest is not None and digest == self._digest
 
     def write(
         self,
@@ -53,13 +61,13 @@ class VersionWriter:
         kept. Raises the store's errors.
 
         Args:
-            buckets: all weights, each once. A bucket becomes a file.
+            buckets: weights, each once and with every version. A bucket becomes a file.
             dtype: number format of the rollout engines.
             digest: checksum of the weights in that format.
             base: checksum of the version to which the difference is written. None writes the whole version, and so does
                 another version than the one that is kept.
         """
-        kind = DIFFERENCE if base is not None and base == self._digest else WHOLE
+        kind = DIFFERENCE if self.keeps(base) else WHOLE
         self._digest = None
         threads = _threads()
         running: deque[Future[StoredFile]] = deque()
@@ -72,7 +80,7 @@ class VersionWriter:
                 try:
                     if len(running) > threads:
                         files.append(running.popleft().result())
-                    path = f"{folder}/{kind}-{number:05d}.safetensors"
+                    path = f"{folder}/{kind}-{self._rank:05d}-{number:05d}.safetensors"
                     running.append(pool.submit(self._write_file, store, path, kind, bucket, dtype))
                 except Exception as error:
                     failure = error

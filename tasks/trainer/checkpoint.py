@@ -25,10 +25,13 @@ class Copies:
     def __init__(self) -> None:
         self._lock = Lock()
         self._events: dict[int, Event] = {}
+        self.newest: int | None = None
+        """Iteration of the newest checkpoint that this driver has begun."""
 
     def expect(self, iteration: int) -> Event:
         """Return the event of an iteration, which is set by its step."""
         with self._lock:
+            self.newest = iteration
             return self._events.setdefault(iteration, Event())
 
     def made(self, iteration: int) -> None:

@@ -17,6 +17,7 @@ from cairn.storage.ledger.publications import VALUE, Stored, stored
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.step import Outcome, StepCall, durable
 from cairn.tasks.durable.versions import version_of
+from cairn.tasks.trainer.checkpoint import copies_of
 from cairn.tasks.trainer.recovery import restore_trainer
 from cairn.tasks.trainer.stored_weights import has_weights, stored_versions
 
@@ -65,7 +66,7 @@ def _store(step: StepCall, publication: Publication) -> tuple[list[OutputFile], 
     last = run.attached(LastStored)
     base = None if last is None else run.find(last.iteration, Step.SYNC)
     before = None if base is None else stored(base)
-    due = run.find(step.iteration, Step.CHECKPOINT) is not None
+    due = copies_of(run).newest == step.iteration or run.find(step.iteration, Step.CHECKPOINT) is not None
     if before is None or due or before.difference_bytes > LONGEST_CHAIN * before.whole_bytes:
         base = None
     written = run.fleet.training.write_version(

@@ -23,6 +23,7 @@ from cairn.engines.training.losses.value import value_objective
 from cairn.engines.training.megatron import checkpoint
 from cairn.engines.training.megatron.backend import backend_for
 from cairn.engines.training.megatron.folder import FILE_BYTES, write_model_folder
+from cairn.engines.training.megatron.gathering import Receivers
 from cairn.engines.training.megatron.learner import MegatronLearner, Reference
 from cairn.engines.training.megatron.model import join_groups, load_model, read_values
 from cairn.engines.training.megatron.passes import Passes
@@ -135,14 +136,15 @@ class MegatronEngine(ExactlyOnceEngine):
             reading = partial(Policy(frozen.vocabulary, temperature).read, top_k=top_k)
             self._scorers[role] = partial(passes.score_responses, reading=reading, shape=row_shape(top_k))
 
-    def export_weights(self, bucket_bytes: int, *, on_device: bool = False) -> Iterator[Bucket]:
+    def export_weights(self, bucket_bytes: int, *, on_device: bool = False, in_turn: bool = False) -> Iterator[Bucket]:
         self._require_intact()
-        for bucket in self._actor.state.gather_weights(self._dtype, bucket_bytes):
+        to = Receivers.IN_TURN if in_turn else Receivers.FIRST
+        for bucket in self._actor.state.gather_weights(self._dtype, bucket_bytes, to):
             yield bucket if on_device else bucket.on_host()
 
     def export_on_device(self, bucket_bytes: int) -> Iterator[Bucket]:
         self._require_intact()
-        yield from self._actor.state.gather_weights(self._dtype, bucket_bytes, everywhere=True)
+        yield from self._actor.state.gather_weights(self._dtype, bucket_bytes, Receivers.ALL)
 
     def weights_checksum(self, dtype: Literal["float32", "bfloat16"] = "float32") -> str:
         self._require_ready()

@@ -6,6 +6,8 @@ for experts. Each replica gathers its own weights, a bucket at a time: every own
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import count
 from math import prod
 
 import torch
@@ -15,6 +17,17 @@ from megatron.core import parallel_state
 from cairn.engines.training.megatron.weights import Block, Ownership, Parameter, as_matrix
 from cairn.engines.weights.buckets import Bucket
 from cairn.engines.weights.packing import Packing, Whole, packings
+
+
+class Receivers(Enum):
+    """The ranks that get the buckets."""
+
+    FIRST = auto()
+    """Rank 0 gets all of them."""
+    IN_TURN = auto()
+    """Each rank gets some of them: as equal a share as possible."""
+    ALL = auto()
+    """Every rank gets all of them."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +70,17 @@ def gather(
     device: torch.device,
     content: Callable[[torch.Tensor], torch.Tensor],
     bucket_bytes: int,
-    *,
-    everywhere: bool = False,
+    to: Receivers = Receivers.FIRST,
 ) -> Iterator[Bucket]:
-    """Yield buckets of whole weights, each in one piece on the device; one is held at a time.
-
-    Rank 0 yields them. The other ranks yield nothing but must iterate to the end. With `everywhere`, every rank yields
-    them.
+    """Yield buckets of whole weights, each in one piece on the device; one is held at a time. All ranks must iterate to
+    the end.
 
     Args:
         device: device on which parts are packed, exchanged and put together.
         content: returns the tensor to read for a parameter's value.
+        to: the ranks that yield them.
     """
+    everywhere, numbers, ranks = to is Receivers.ALL, count(), dist.get_world_size()
     for replica in replicas:
         local = {
             (block.name, block.row, block.column): block.of(matrix)
@@ -78,28 +90,30 @@ def gather(
             for block in parameter.blocks
         }
         members = dist.get_process_group_ranks(replica.group)
-        if not everywhere and 0 not in members:
-            continue
         me, tensors = dist.get_rank(replica.group), replica.ownership.tensors()
         for packing in replica.packings(dtype, bucket_bytes):
+            number = next(numbers)
+            receiver = number % ranks if to is Receivers.IN_TURN else 0
+            if not everywhere and receiver not in members:
+                continue
             messages: dict[int, torch.Tensor] = {}
             for owner, length in packing.lengths.items():
-                if everywhere or owner == me or members[me] == 0:
+                if everywhere or owner == me or members[me] == receiver:
                     messages[owner] = torch.empty(length, dtype=torch.uint8, device=device)
             if me in messages and me in packing.lengths:
                 for weight, start in packing.places(me):
                     for block, values in _parts(messages[me], weight, start, tensors[weight.name], me):
                         values.copy_(local[weight.name, block.row, block.column])
-            _exchange(messages, members, replica.group, everywhere=everywhere)
-            if everywhere or members[me] == 0:
+            _exchange(messages, members, replica.group, None if everywhere else receiver)
+            if everywhere or members[me] == receiver:
                 yield _put_together(packing, messages, tensors, device)
 
 
 def _exchange(
-    messages: Mapping[int, torch.Tensor], members: Sequence[int], group: dist.ProcessGroup, *, everywhere: bool
+    messages: Mapping[int, torch.Tensor], members: Sequence[int], group: dist.ProcessGroup, receiver: int | None
 ) -> None:
-    """Have all members receive the owners' messages, or rank 0 alone."""
-    if everywhere:
+    """Have one rank receive the owners' messages, or all members where `receiver` is None."""
+    if receiver is None:
         if len(members) > 1:
             works = [dist.broadcast(one, members[owner], group, async_op=True) for owner, one in messages.items()]
             for work in works:
@@ -108,8 +122,8 @@ def _exchange(
     for owner, message in messages.items():
         if members[owner] != dist.get_rank():
             dist.recv(message, members[owner], group)
-        elif dist.get_rank() != 0:
-            dist.send(message, 0, group)
+        elif dist.get_rank() != receiver:
+            dist.send(message, receiver, group)
 
 
 def _put_together(

@@ -10,7 +10,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.nn import functional
 
-from cairn.engines.training.megatron.gathering import Replica, gather
+from cairn.engines.training.megatron.gathering import Receivers, Replica, gather
 from cairn.engines.training.megatron.model import replicas
 from cairn.engines.training.megatron.weights import Block, Ownership, Parameter, regions
 from cairn.engines.training.optimizer import MOMENTS
@@ -286,15 +286,15 @@ class State:
         kinds = {"": self._ownership.tensors()}
         return digest(*sharded_fingerprints(pieces(), kinds, self._ownership, "float32", self._device))
 
-    def gather_weights(self, dtype: torch.dtype, bucket_bytes: int, *, everywhere: bool = False) -> Iterator[Bucket]:
-        """Yield buckets of whole weights on the device, on rank 0 or on every rank.
+    def gather_weights(
+        self, dtype: torch.dtype, bucket_bytes: int, to: Receivers = Receivers.FIRST
+    ) -> Iterator[Bucket]:
+        """Yield buckets of whole weights on the device.
 
         This works whether offloaded or not; see `cairn.engines.training.megatron.gathering.gather`.
         """
         content = self._memory.content
-        return gather(
-            self._parameters, self._replicas_of_model, dtype, self._device, content, bucket_bytes, everywhere=everywhere
-        )
+        return gather(self._parameters, self._replicas_of_model, dtype, self._device, content, bucket_bytes, to)
 
     def offload(self) -> None:
         """Move weights, master weights and moments to host memory. Gradients are dropped."""

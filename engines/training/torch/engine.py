@@ -136,10 +136,10 @@ class TorchEngine(ExactlyOnceEngine):
             self._learners["critic"] = TorchLearner(critic, loss, training.of_critic, world_size, layout=self._layout)
             self._scorers["critic"] = partial(self._responses, critic, read_values)
 
-    def export_weights(self, bucket_bytes: int, *, on_device: bool = False) -> Iterator[Bucket]:
+    def export_weights(self, bucket_bytes: int, *, on_device: bool = False, in_turn: bool = False) -> Iterator[Bucket]:
         self._require_intact()
-        for bucket in self._buckets(bucket_bytes, everywhere=False):
-            if self._rank == 0:
+        for number, bucket in enumerate(self._buckets(bucket_bytes, everywhere=in_turn)):
+            if self._rank == (number % self._world_size if in_turn else 0):
                 yield bucket.on(self._device) if on_device else bucket.on_host()
 
     def export_on_device(self, bucket_bytes: int) -> Iterator[Bucket]:

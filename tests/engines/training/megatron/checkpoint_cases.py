@@ -120,12 +120,15 @@ def offloaded(engine: Any, store: Store) -> dict[str, Any]:
     for _ in range(2):
         engine.offload()
     exported_weights, everywhere = exported(engine.export_weights(50_000)), exported(engine.export_on_device(50_000))
+    own = exported(engine.export_weights(50_000, in_turn=True))
     report = {
         "digest": engine.position().state_digest == digest,
         "given": exported_weights.keys() == before.keys()
         and all(exported_weights[name].equal(before[name]) for name in before),
         "everywhere": [name for name in everywhere if name in before and not everywhere[name].equal(before[name])],
         "names": sorted(everywhere),
+        "own": sorted(own),
+        "own_equal": all(own[name].equal(everywhere[name]) for name in own),
         "refused": [
             raised(work)
             for work in (
