@@ -130,7 +130,9 @@ def test_a_driver_that_breaks_off_everywhere_leaves_what_an_undisturbed_one_does
             run.exits.append(0)
         except Killed:
             run.exits.append(-9)
-            if len(run.exits) % 2:
+            struck = {(moment, step) for moment, step, _ in blows.struck}
+            loads = ("committed", "checkpoint") in struck and ("loading", "checkpoint") not in struck
+            if len(run.exits) % 2 or loads:
                 fleet.close()
                 fleet = LocalFleet(run.config)
     blows.peace = True
