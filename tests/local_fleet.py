@@ -246,6 +246,9 @@ class LocalTraining:
         files = self.engine.write_copy(store, folder)
         return [*files, self.engine.describe_copy(store, folder, files[-1:])]
 
+    def save(self, store_url: str, folder: str) -> list[StoredFile]:
+        return self.engine.save(open_store(store_url), folder)
+
     def load(self, store_url: str, folder: str, size: int = 0) -> None:
         self.engine.load(open_store(store_url), folder)
 

@@ -26,6 +26,7 @@ from cairn.storage.ledger.schemas import Status
 from cairn.storage.ledger.snapshots import read_table
 from cairn.storage.opening import open_store
 from cairn.storage.store.errors import RunDiffers, StoreError
+from cairn.storage.store.local import LocalStore
 from cairn.storage.store.store import StoredFile
 from cairn.storage.upkeep.retention import newest_checkpoint
 from cairn.storage.upkeep.verification import verify
@@ -377,17 +378,17 @@ def test_a_torn_upload_is_no_checkpoint(tiny_assets: Path, tmp_path: Path) -> No
     config = tiny_config(tiny_assets, rollout=ROLLOUT, checkpoint={"save_interval": 1})
     undisturbed = run_to(tmp_path / "whole", config, 2)
     fleet = LocalFleet(config)
-    save = fleet.training.save
+    write = fleet.training.write_copy
 
     def torn(store_url: str, folder: str) -> list[StoredFile]:
-        written = save(store_url, folder)
+        written = write(store_url, folder)
         last = tmp_path / "torn" / written[-2].path
         last.write_bytes(last.read_bytes()[:1000])
         raise Dies
 
     with tiny_context(str(tmp_path / "torn"), config, fleet=fleet) as (run, _):
         iteration(run, DirectSteps(run), 0)
-        fleet.training.save = torn  # type: ignore[method-assign]
+        fleet.training.write_copy = torn  # type: ignore[method-assign]
         with pytest.raises(Dies):
             iteration(run, DirectSteps(run), 1)
     with tiny_context(str(tmp_path / "torn"), config) as (run, _):
@@ -398,7 +399,9 @@ def test_a_torn_upload_is_no_checkpoint(tiny_assets: Path, tmp_path: Path) -> No
     assert run_to(tmp_path / "torn", config, 2) == undisturbed
 
 
-def test_one_failed_writer_among_several_holds_nobody_up(tiny_assets: Path, tmp_path: Path) -> None:
+def test_one_failed_writer_among_several_holds_nobody_up(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """marin #9213: one rank's upload failed, and the others waited at a barrier for ever. Here the shards of a rollout;
     the ranks that write a checkpoint are held to it in tests/engines/training/megatron/test_checkpoint.py."""
     config = tiny_config(tiny_assets, rollout=ROLLOUT | {"num_engines": 2})
@@ -409,14 +412,14 @@ def test_one_failed_writer_among_several_holds_nobody_up(tiny_assets: Path, tmp_
             return pool.submit(self.call, step, index, shard, *args, **kwargs)
 
     with tiny_context(str(tmp_path / "one"), config) as (run, _), ThreadPoolExecutor(4) as pool:
-        write = run.ledger.store.write
+        write = LocalStore.write
 
-        def fails_for_one(path: str, data: bytes) -> None:
+        def fails_for_one(store: LocalStore, path: str, data: bytes) -> None:
             if path.endswith("samples.parquet") and "/rollout/00-001." in path:
                 raise StoreError("the store does not answer")
-            write(path, data)
+            write(store, path, data)
 
-        run.ledger.store.write = fails_for_one  # type: ignore[method-assign]
+        monkeypatch.setattr(LocalStore, "write", fails_for_one)
         began = time.monotonic()
         with pytest.raises(StoreError, match="does not answer"):
             iteration(run, InThreads(run), 0)
@@ -425,6 +428,7 @@ def test_one_failed_writer_among_several_holds_nobody_up(tiny_assets: Path, tmp_
             "000000/rollout.00-000",
             "000000/reward.00-000",
         }
+    monkeypatch.undo()
     fleet = LocalFleet(config)
     assert run_to(tmp_path / "one", config, 1, fleet) == undisturbed
     assert [engine.generated_groups for engine in fleet.rollout] == [2, 2]  # of iteration 1: all others were durable

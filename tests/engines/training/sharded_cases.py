@@ -120,7 +120,7 @@ def run_cases(folder: Path, work: Path, rank: int, world_size: int) -> dict[str,
         ]
     scored = whole.score(BATCH, "ref"), parted.write_scores(InParts(BATCH, 3), ["ref"], Kept())
     report["scored from parts"] = (
-        None if rank else [[one.tolist() for one in scored[0]], [*map(list, scored[1]["ref"])]]
+        None if rank else [[one.tolist() for one in scored[0]], [one.tolist() for one in scored[1]["ref"]]]
     )
 
     experts = work / "experts"

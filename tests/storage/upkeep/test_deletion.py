@@ -144,7 +144,7 @@ class _SuspendingStore(LocalStore):
 def test_a_deletion_that_was_suspended_anywhere_touches_nothing_of_the_next_run_of_that_name(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cairn.storage.upkeep.retention.REQUESTS", 1)
+    monkeypatch.setattr("cairn.storage.upkeep.retention._TOGETHER", 1)
     monkeypatch.setattr(Holder, "is_gone", lambda holder: True)
     moments = 1
     while True:

@@ -385,7 +385,7 @@ class _TakenOver(LocalStore):
 def test_a_driver_that_was_taken_over_while_it_retires_files_touches_no_more(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cairn.storage.upkeep.retention.REQUESTS", 1)
+    monkeypatch.setattr("cairn.storage.upkeep.retention._TOGETHER", 1)
     whole = tmp_path_factory.mktemp("whole")
     _eleven_iterations(LocalStore(str(whole)))
     moments = 0

@@ -120,7 +120,7 @@ def test_an_offloaded_engine_gives_its_weights_out_and_refuses_to_work(
             assert found["own_equal"]
         shares = [report[layout]["offloaded"]["own"] for report in reports]
         assert all(shares), "each rank gets some of the buckets that ranks take in turn"
-        assert sorted(sum(shares, [])) == reports[0][layout]["offloaded"]["names"]
+        assert sorted(name for share in shares for name in share) == reports[0][layout]["offloaded"]["names"]
 
 
 def test_a_teacher_of_another_family_scores_as_it_does_in_pytorch(reports: list[dict[str, Any]], work: Path) -> None:

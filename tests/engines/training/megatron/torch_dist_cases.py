@@ -79,7 +79,6 @@ def write(rank: int, number: int, written: Written, work: Path) -> None:
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    from cairn.engines.training.megatron.checkpoint import _write as write_in_this_process
     from cairn.engines.training.megatron.model import join_groups, load_model
 
     dist.init_process_group("gloo", init_method=f"file://{work}/{number}.rendezvous", rank=rank, world_size=2)
@@ -119,10 +118,7 @@ def write(rank: int, number: int, written: Written, work: Path) -> None:
         target.mkdir(parents=True)
         (work / written.name / "latest_checkpointed_iteration.txt").write_text("release" if written.release else "7")
     dist.barrier()
-    if written == WRITTEN[0]:  # as they do, with a process for the results: slow
-        dist_checkpointing.save(state, str(target))
-    else:
-        write_in_this_process(state, target, lambda path: None)
+    dist_checkpointing.save(state, str(target))
     dist.destroy_process_group()
 
 
