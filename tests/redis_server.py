@@ -21,12 +21,12 @@ class Redis:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of `ray start --head`."""
+        """Environment variables for `ray start --head`."""
         return {"RAY_REDIS_ADDRESS": self.address}
 
     @property
     def options(self) -> list[str]:
-        """Of the same."""
+        """Options for `ray start --head`."""
         return [f"--redis-password={PASSWORD}"]
 
 

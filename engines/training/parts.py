@@ -108,7 +108,7 @@ class HostCopy:
     files: list[torch.Tensor]
     """Content of each file, uint8."""
     parts: list[tuple[Region, torch.dtype, int, int]]
-    """Of each part the region, number format, file and offset."""
+    """Region, number format, file and offset of each part."""
 
     @property
     def bytes(self) -> int:

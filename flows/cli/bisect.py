@@ -6,7 +6,16 @@ from typer import Argument, Option
 
 from cairn.configs.errors import BadInput
 from cairn.flows.cli.command import JsonOption, Root, RunArgument, Shown
-from cairn.flows.cli.evaluation import DtypeOption, EngineOption, section_changes, watched
+from cairn.flows.cli.evaluation import (
+    DtypeOption,
+    EngineOption,
+    GpusOption,
+    ResponsesOption,
+    SeedOption,
+    ThreadsOption,
+    section_changes,
+    watched,
+)
 from cairn.flows.cli.tables import numbers
 
 
@@ -47,7 +56,7 @@ def bisect(
             help="Make the update again without each of N groups, those with the largest advantages first.",
         ),
     ] = 32,
-    n: Annotated[int | None, Option("-n", min=1, help="Responses per question.")] = None,
+    n: ResponsesOption = None,
     data: Annotated[
         str | None, Option("--data", metavar="FILE", help="Rows of the benchmark: JSONL, Parquet or CSV.")
     ] = None,
@@ -57,9 +66,9 @@ def bisect(
     ] = None,
     engine: EngineOption = None,
     dtype: DtypeOption = None,
-    gpus: Annotated[float | None, Option("--gpus", min=0, help="GPUs of the engine; 0 computes on the CPU.")] = None,
-    threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads of the engine.")] = None,
-    seed: Annotated[int | None, Option("--seed", help="Seed of all sampling.")] = None,
+    gpus: GpusOption = None,
+    threads: ThreadsOption = None,
+    seed: SeedOption = None,
     json: JsonOption = False,
 ) -> Shown:
     """Find the update, and its group, that lost a benchmark.

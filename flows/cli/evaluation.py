@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 EngineOption = Annotated[
     str | None, Option("--engine", metavar="KIND", help="transformers or sglang; by default that of the run.")
 ]
+ResponsesOption = Annotated[int | None, Option("-n", min=1, help="Responses per question.")]
+GpusOption = Annotated[float | None, Option("--gpus", min=0, help="GPUs of the engine; 0 computes on the CPU.")]
+ThreadsOption = Annotated[int | None, Option("--threads", min=1, help="CPU threads of the engine.")]
+SeedOption = Annotated[int | None, Option("--seed", help="Seed of all sampling.")]
 BaselineOption = Annotated[
     str | None,
     Option("--baseline", metavar="RUN@ITER|FOLDER", help="Compare with the stored results of this run or model."),
@@ -59,7 +63,7 @@ def evaluate(
         int | None,
         Option("--every", metavar="N", min=1, help="With RUN@A:B: only every N-th iteration, starting at A."),
     ] = None,
-    n: Annotated[int | None, Option("-n", min=1, help="Responses per question.")] = None,
+    n: ResponsesOption = None,
     data: Annotated[
         list[str] | None,
         Option(
@@ -74,9 +78,9 @@ def evaluate(
     ] = None,
     engine: EngineOption = None,
     dtype: DtypeOption = None,
-    gpus: Annotated[float | None, Option("--gpus", min=0, help="GPUs of the engine; 0 computes on the CPU.")] = None,
-    threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads of the engine.")] = None,
-    seed: Annotated[int | None, Option("--seed", help="Seed of all sampling.")] = None,
+    gpus: GpusOption = None,
+    threads: ThreadsOption = None,
+    seed: SeedOption = None,
     baseline: BaselineOption = None,
     margin: MarginOption = 0.0,
     fail_on_regression: FailOption = False,

@@ -78,8 +78,8 @@ from tests.waiting import wait_for
 Moment = Literal["before", "during", "uncommitted", "after"]
 """Of every step."""
 RareMoment = Literal["halfway", "loading", "replaying", "computing", "updating"]
-"""Of a rollout; of a checkpoint and of a train step when weights are brought back; of a train step; of a sync step of a
-stream."""
+"""Moments of one kind of step each: a rollout; a checkpoint, and a train step, from which weights are restored; a train
+step; a sync step of a stream."""
 Victim = Literal["driver", "training", "rollout", "ray", "prefect", "database", "store"]
 FurtherVictim = (
     Literal["notice", "rank", "hung", "grader", "server", "scheduler", "stopped", "router", "update"] | Command
@@ -363,7 +363,7 @@ def engines_of(cluster: psutil.Process) -> dict[psutil.Process, list[str]]:
 
 
 def three_engines(cluster: psutil.Process) -> set[psutil.Process]:
-    """Those of a run; while Ray gives one another title it is not seen."""
+    """Return the three engines of a run. Waits for one to which Ray gives another title for a moment."""
     return wait_for(lambda: len(found := {*engines_of(cluster)}) == 3 and found)
 
 

@@ -15,6 +15,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.flows.pipeline import Pipeline
 from cairn.flows.train import first_to_execute
 from cairn.storage.ledger.commits import Commit, Step
+from cairn.storage.ledger.publications import stored
 from cairn.storage.store.errors import StoreError
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.step import DurableStep
@@ -107,6 +108,7 @@ def test_the_next_update_is_made_while_a_checkpoint_is_written_and_a_refused_one
         drive(run, lambda: saved.append(len(saved)))
         commits = [run.committed(index, Step.CHECKPOINT) for index in range(ITERATIONS)]
         assert commits[0].committed_at > run.committed(1, Step.TRAIN).committed_at
+        assert all(stored(run.committed(index, Step.SYNC)).base is None for index in range(ITERATIONS)), "whole"
         for index, commit in enumerate(commits):
             assert commit.state_digest == undisturbed[index]
             fleet.training.load(str(tmp_path), run.ledger.folder_of(commit))

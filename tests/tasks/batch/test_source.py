@@ -30,7 +30,7 @@ from tests.flows.written_runs import new_run
 from tests.storage.builders import rollout_table
 
 PLACES = ((0, "00-000", 1), (1, "00-001", 4), (0, "00-000", 0), (1, "00-000", 3), (1, "00-001", 5))
-"""Of four shards' groups. The groups of a shard are neither together nor in order, and group 2 is not trained on."""
+"""Trained groups: iteration, shard and id. Those of a shard are not together, and group 2 is not trained on."""
 SHARDS = {(0, "00-000"): [0, 1, 2], (1, "00-000"): [3], (1, "00-001"): [4, 5]}
 SAMPLES, TOKENS, LAYERS, TOP_K = 3, 6, 2, 2
 
