@@ -81,6 +81,7 @@ def test_ranks_that_received_different_weights_are_named(fleet: Fleet) -> None:
             next(iter(of_ranks[1].values())).view(-1).view(torch.uint8)[5] ^= 1
             handles = [share(tensors) for tensors in of_ranks]
             engine.call(UPDATING, DirectReceiver.map_weights, names, handles).result()
+        del of_ranks  # PyTorch ends a process that releases shared memory after the process that manages it has ended
         with pytest.raises(WeightsDiffer, match=r"received different weights, by checksum 0: \w+, 1: \w+"):
             engine.call(UPDATING, RolloutEngine.weights_checksum).result()
         engine.call(UPDATING, RolloutEngine.begin_weight_update, version).result()
