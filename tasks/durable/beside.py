@@ -151,8 +151,8 @@ class _Signs:
         """Whether it was ended because none came."""
 
     def watch(self, child: Child, look: float) -> None:
-        """End the process when `_LOOKS` looks in a row, every `look` seconds, find no message; before the first message,
-        while it imports its modules, after `SILENCE` seconds."""
+        """End the process when `_LOOKS` looks in a row, every `look` seconds, find no message. Before the first message
+        it imports its modules, and has `SILENCE` seconds."""
         missed, most = 0, max(_LOOKS, round(SILENCE / look))
         while missed < most and not self.over.wait(look):
             missed += 1
