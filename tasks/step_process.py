@@ -62,9 +62,9 @@ class LazyTokenizer:
         return tokenizer
 
 
-def main(connection: int, parent: int) -> None:
-    """Serve the driver `parent` over a connection until it ends."""
-    serve(connection, parent, partial(_run, {}))
+def main(connection: int, parent: int, interval: float) -> None:
+    """Serve the driver `parent` over a connection until it ends, with a sign of life every `interval` seconds."""
+    serve(connection, parent, partial(_run, {}), interval)
 
 
 def _run(opened: dict[tuple[str, str], RunContext], request: StepRequest, ask: Question) -> Outcome:

@@ -219,6 +219,8 @@ class LeaseState(Record):
     """Outcome; None until the holder has recorded it."""
     failure: DriverFailure | None = None
     """Error that ended the holder, where one did."""
+    iteration: int | None = None
+    """An iteration that has files. The newest one is not before it."""
 
     def is_over(self) -> bool | None:
         """Return whether the run has no owner any more.
@@ -300,6 +302,8 @@ class Lease:
         self._owned = owned
         self._time_to_live = state.time_to_live
         self._interval = renewal_interval
+        self.iteration = state.iteration
+        """An iteration that has files, from which on to look for the newest one. The next holder gets it."""
         self._renewed = time.monotonic()
         self._failure: Exception | None = None
         self._ended = threading.Event()
@@ -334,8 +338,10 @@ class Lease:
             acquired_at=now,
             time_to_live=time_to_live,
             renewed_at=now,
+            iteration=newest.iteration if newest else None,
         )
-        marker = canonical.seal(state.model_dump(mode="json", include=_MARKER))
+        included = _MARKER if state.iteration is None else {*_MARKER, "iteration"}
+        marker = canonical.seal(state.model_dump(mode="json", include=included))
         if not store.create(owned.path(state.epoch), marker):
             winner = newest_lease(store, owned)
             assert winner is not None
@@ -369,7 +375,7 @@ class Lease:
         self._ended.set()
         self._renewer.join(self._interval)
         why = {} if failure is None else {"failure": failure.model_dump(mode="json")}
-        end = canonical.seal({"outcome": outcome, "renewed_at": time.time(), "holder_id": self.holder.id, **why})
+        end = canonical.seal({"outcome": outcome, **self._sign(), **why})
         if self._is_owner():
             self._store.create(self._owned.path(self.epoch, ".end"), end)
 
@@ -384,11 +390,15 @@ class Lease:
             return False
         return holder == self.holder.id
 
+    def _sign(self) -> dict[str, Any]:
+        reached = {} if self.iteration is None else {"iteration": self.iteration}
+        return {"renewed_at": time.time(), "holder_id": self.holder.id, **reached}
+
     def _renew(self) -> None:
         for renewals in itertools.count(1):
             if self._ended.wait(self._interval):
                 return
-            sign = canonical.seal({"renewals": renewals, "renewed_at": time.time(), "holder_id": self.holder.id})
+            sign = canonical.seal({"renewals": renewals, **self._sign()})
             try:
                 if not self._is_owner():
                     return  # the epoch belongs to another run; `check` reports it

@@ -37,8 +37,10 @@ So nothing is retired before there is a checkpoint: until then recovery replays 
 
 import time
 import uuid
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from cairn.configs.schema.operations import CheckpointConfig
 from cairn.storage.ledger import layout
@@ -218,16 +220,40 @@ def weights_needed(ledger: Ledger, iteration: int) -> set[int]:
 def newest_checkpoint(ledger: Ledger, iteration: int, marked: Collection[str] = ()) -> Commit | None:
     """Return the newest checkpoint with files at or below an iteration, of a run or of what it shares, or None.
 
-    Weights of that age are recovered from it. Checks every iteration, because a preempted driver leaves a checkpoint
-    where none is due. `marked` are store paths of markers whose files still exist.
+    Weights of that age are recovered from it. `marked` are store paths of markers whose files still exist.
     """
-    for i in range(iteration, -1, -1):
-        saved = ledger.find(i, Step.CHECKPOINT)
-        if saved is None:
-            continue
-        if layout.retired(saved.run, i, Kind.CHECKPOINT) in marked or not is_retired(ledger, saved):
-            return saved
+    while iteration >= 0:
+        saved = ledger.find(iteration, Step.CHECKPOINT)
+        if saved is not None:
+            marker = layout.retired(saved.run, iteration, Kind.CHECKPOINT)
+            if marker in marked or not is_retired(ledger, saved):
+                return saved
+        iteration = _before(ledger, iteration)
     return None
+
+
+def _before(ledger: Ledger, iteration: int) -> int:
+    """Return the newest iteration below one that may have a checkpoint; all between the two have none.
+
+    Checkpoints are made where they are due, by a preempted driver after its last update, and for a fork among the
+    iterations that it shares. So none is between two updates of one driver unless it is due there.
+    """
+    options: Any = ledger.manifest.config.get("checkpoint", {})
+    interval = options.get("save_interval", 1)
+    due = -1 if interval is None else iteration // interval * interval - 1
+    first = max(due + 1, ledger.first_iteration)
+    last = ledger.find(iteration, Step.TRAIN) if first < iteration else None
+    if last is None:
+        return iteration - 1
+    epoch = last.epoch
+
+    def is_same_driver(index: int) -> bool:
+        trained = ledger.find(index, Step.TRAIN)
+        return trained is not None and trained.epoch == epoch
+
+    if is_same_driver(first):
+        return first - 1
+    return bisect_left(range(first, iteration), True, key=is_same_driver) + first - 1
 
 
 def needed_iterations(ledger: Ledger, checkpoint: int, newest: int) -> set[int]:

@@ -8,18 +8,22 @@ driver a question, such as for the grades of samples: graders and their limits a
            ◀─ (number, question)         ──             any number of times
            ── (number, answer)           ──▶
            ◀─ (number, result or error)  ──
+           ◀─ a sign of life             ──             every few seconds, from a thread of its own
 
-Where the process is lost, all of its calls raise EngineDied, and the next call starts another one.
+Where the process is lost, all of its calls raise EngineDied, and the next call starts another one. A process that sends
+nothing for long, because it is stopped or hangs, is ended and counts as lost.
 """
 
 import itertools
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
+from threading import Event
 from typing import Any
 
 from cairn.engines.processes.child import Child, die_with
@@ -27,6 +31,12 @@ from cairn.engines.types.errors import EngineDied, EngineError
 
 Question = Callable[[Any], Any]
 """Function that asks the driver."""
+SILENCE = 300.0
+"""Seconds without a sign of life after which a process counts as stopped. Its thread for them waits while a library
+converts many tokens without releasing Python's lock."""
+_LOOKS = 10
+"""Looks for signs of life in that time. A driver that was itself stopped misses one of them."""
+_ALIVE = "alive"
 
 
 @dataclass
@@ -34,14 +44,21 @@ class _Call:
     """A call that the driver waits for: its messages, None once the process is lost."""
 
     messages: "SimpleQueue[tuple[str, bytes] | None]" = field(default_factory=SimpleQueue)
+    why: str = ""
+    """Why the process was lost."""
 
 
 class StepProcess:
     """The process, which starts when it is first needed. Thread-safe."""
 
-    def __init__(self, module: str) -> None:
-        """`module`: its main program, see `serve`."""
+    def __init__(self, module: str, silence: float = SILENCE) -> None:
+        """
+        Args:
+            module: its main program, see `serve`.
+            silence: seconds without a sign of life after which it is ended.
+        """
         self._module = module
+        self._look = silence / _LOOKS
         self._numbers = itertools.count()
         self._lock, self._sending = threading.Lock(), threading.Lock()
         self._child: Child | None = None
@@ -74,7 +91,7 @@ class StepProcess:
         finally:
             with self._lock:
                 self._calls.pop(number, None)
-        raise EngineDied("the process beside the driver, in which steps run, was lost: it may have had no memory left")
+        raise EngineDied(f"the process beside the driver, in which steps run, was lost: {call.why}")
 
     def close(self) -> None:
         """End the process. Calls in flight raise EngineDied."""
@@ -96,20 +113,27 @@ class StepProcess:
             return self._child
 
     def _run(self, started: "SimpleQueue[Child]") -> None:
-        child = Child(self._module)
+        child, signs = Child(self._module, [self._look / 2]), _Signs()
+        threading.Thread(target=signs.watch, args=(child, self._look), name="step-process-watch", daemon=True).start()
         started.put(child)
         with suppress(EOFError, OSError):
             while True:
                 number, kind, content = child.connection.recv()
+                signs.seen.set()
                 with self._lock:
                     call = self._calls.get(number)
                 if call is not None:
                     call.messages.put((kind, content))
         child.kill()
+        signs.over.set()
+        why = "it may have had no memory left"
+        if signs.silent:
+            why = "it sent no sign of life for long, as if it had been stopped, and was ended"
         with self._lock:
             self._child, lost = None, list(self._calls.values())
             self._calls.clear()
         for call in lost:
+            call.why = why
             call.messages.put(None)
 
     def _send(self, child: Child, message: tuple[int, bytes]) -> None:
@@ -117,13 +141,37 @@ class StepProcess:
             child.connection.send(message)
 
 
-def serve(connection: int, parent: int, run: Callable[[Any, Question], Any]) -> None:
+class _Signs:
+    """Signs of life of one process."""
+
+    def __init__(self) -> None:
+        self.seen, self.over = Event(), Event()
+        """Whether a message has come since the last look; whether the process has ended."""
+        self.silent = False
+        """Whether it was ended because none came."""
+
+    def watch(self, child: Child, look: float) -> None:
+        """End the process when `_LOOKS` looks in a row, every `look` seconds, find no message. Before the first message
+        it imports its modules, and has `SILENCE` seconds."""
+        missed, most = 0, max(_LOOKS, round(SILENCE / look))
+        while missed < most and not self.over.wait(look):
+            missed += 1
+            if self.seen.is_set():
+                missed, most = 0, _LOOKS
+            self.seen.clear()
+        if not self.over.is_set():
+            self.silent = True
+            child.interrupt()
+
+
+def serve(connection: int, parent: int, run: Callable[[Any, Question], Any], interval: float) -> None:
     """Serve the requests of a driver until it ends; the main program of the process.
 
     Args:
         connection: file descriptor of the connection.
         parent: id of the driver's process.
         run: executes a request, with the function that asks the driver.
+        interval: seconds between two signs of life.
     """
     die_with(parent)
     with Connection(connection) as driver:
@@ -132,6 +180,12 @@ def serve(connection: int, parent: int, run: Callable[[Any, Question], Any]) -> 
         def send(number: int, kind: str, content: bytes) -> None:
             with lock:
                 driver.send((number, kind, content))
+
+        def live() -> None:
+            with suppress(OSError):  # the driver has ended
+                while True:
+                    send(-1, _ALIVE, b"")
+                    time.sleep(interval)
 
         def execute(number: int, content: bytes) -> None:
             def ask(question: Any) -> Any:
@@ -148,6 +202,7 @@ def serve(connection: int, parent: int, run: Callable[[Any, Question], Any]) -> 
             del answers[number]
             send(number, *reply)
 
+        threading.Thread(target=live, daemon=True).start()
         with suppress(EOFError):
             while True:
                 number, content = driver.recv()

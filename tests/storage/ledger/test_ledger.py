@@ -1,6 +1,7 @@
 """The promises of the ledger, on every kind of store."""
 
 import math
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -232,6 +233,25 @@ def test_the_newest_iteration_of_a_long_run_is_found_in_few_requests(
     (tmp_path / layout.attempt("run-1", iterations, Step.ROLLOUT, "000001-0f")).mkdir(parents=True)
     assert Ledger.create(store, "run-1", CONFIG).last_iteration() == iterations - 1
     assert store.pages <= 3 + 2 * math.log2(iterations)
+
+
+def test_a_driver_finds_the_newest_iteration_where_its_predecessor_left_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cairn.storage.ledger.ledger._PAGE", 3)
+    store = _ShortPages(str(tmp_path))
+    ledger = Ledger.create(store, "run-1", CONFIG)
+    for iterations in (range(10), range(0), range(10, 20)):  # the second driver commits nothing
+        lease = ledger.acquire()
+        for iteration in iterations:
+            commit_step(ledger, iteration, Step.TRAIN)
+        lease.release(Outcome.STOPPED)
+    later = Ledger.open(store, "run-1")
+    later.acquire()
+    store.pages = 0
+    assert (later.last_iteration(), store.pages) == (19, 1)
+    shutil.rmtree(tmp_path / layout.iteration("run-1", 19))
+    assert later.last_iteration() == 18, "where nothing is as far as that, all are searched"
 
 
 def test_a_fork_finds_what_it_shares_where_it_lies_and_adds_its_own(store: Store, ledger: Ledger) -> None:

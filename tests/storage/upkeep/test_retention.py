@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn.configs.schema.operations import CheckpointConfig
@@ -25,7 +25,16 @@ from cairn.storage.store.errors import Damaged, LeaseLost, Retired
 from cairn.storage.store.local import LocalStore
 from cairn.storage.store.store import Store
 from cairn.storage.upkeep.collector import Reason, collect, garbage
-from cairn.storage.upkeep.retention import candidates, is_retired, pin, require_restorable, retire, retired, unpin
+from cairn.storage.upkeep.retention import (
+    candidates,
+    is_retired,
+    newest_checkpoint,
+    pin,
+    require_restorable,
+    retire,
+    retired,
+    unpin,
+)
 from cairn.storage.upkeep.verification import verify
 from tests.flows.written_runs import filter_table
 from tests.storage.builders import CONFIG, commit_step, rollout_table
@@ -458,3 +467,54 @@ def test_pinned_weights_and_forked_ones_stay_with_all_that_they_need(store: Stor
     retire(ledger, CheckpointConfig(save_interval=1, retain_weights=1), everything=True)
     assert _retained(ledger, Step.SYNC) == [0, 1, 12, 13]
     pin(ledger, 6)  # its checkpoint and snapshots are there, which suffices
+
+
+@given(
+    interval=st.sampled_from([None, 1, 3]),
+    drivers=st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans()), min_size=1, max_size=3),
+)
+@settings(max_examples=10, deadline=None)
+def test_the_newest_checkpoint_is_found_though_drivers_are_killed_and_preempted(
+    interval: int | None, drivers: list[tuple[int, bool, bool]]
+) -> None:
+    """Drivers: their updates, whether they are killed while they write the last checkpoint, and whether they leave one
+    where none is due."""
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = Ledger.create(LocalStore(folder), "run-1", {"checkpoint": {"save_interval": interval}})
+        begin, saved = 0, list[int]()
+        for updates, killed, preempted in drivers:
+            lease = ledger.acquire()
+            end = begin + updates
+            for index in range(begin, end):
+                commit_step(ledger, index, Step.TRAIN)
+                if interval is not None and (index + 1) % interval == 0 and not (killed and index + 1 == end):
+                    commit_step(ledger, index, Step.CHECKPOINT)
+                    saved.append(index)
+            if preempted and not killed and end - 1 not in saved:
+                commit_step(ledger, end - 1, Step.CHECKPOINT)
+                saved.append(end - 1)
+            lease.release(Outcome.STOPPED)
+            begin = end
+        reader = Ledger.open(LocalStore(folder), "run-1")
+        for last in range(begin + 1):
+            found = newest_checkpoint(reader, last)
+            assert (None if found is None else found.iteration) == max((i for i in saved if i <= last), default=None)
+
+
+def test_the_newest_checkpoint_is_found_in_few_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger.create(LocalStore(str(tmp_path)), "run-1", {"checkpoint": {"save_interval": 40}})
+    for epoch, updates in enumerate([range(10), range(10, 40), range(40, 55), range(55, 79)]):
+        lease = ledger.acquire()
+        assert lease.epoch == epoch + 1
+        for index in updates:
+            commit_step(ledger, index, Step.TRAIN)
+            if index in (9, 39):
+                commit_step(ledger, index, Step.CHECKPOINT)
+        lease.release(Outcome.STOPPED)
+    reads, read = list[str](), LocalStore.read
+    monkeypatch.setattr(LocalStore, "read", lambda store, path: reads.append(path) or read(store, path))
+    for last, expected, most in [(38, 9, 10), (9, 9, 1), (53, 39, 4), (78, 39, 15)]:
+        reads.clear()
+        found = newest_checkpoint(ledger, last)
+        assert found is not None
+        assert (found.iteration, len(reads) <= most) == (expected, True), reads

@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cairn.configs.schema.run import RunConfig
@@ -16,6 +17,7 @@ from cairn.storage.ledger.commits import Step
 from cairn.tasks.durable import step as durable_step
 from cairn.tasks.durable.beside import StepProcess
 from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.retries import error_class
 from cairn.tasks.selecting.filter import BatchNotFilled
 from cairn.tasks.step_process import MODULE
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
@@ -105,6 +107,17 @@ def test_an_error_beside_the_driver_is_raised_in_it_and_a_lost_process_is_replac
         with pytest.raises(BatchNotFilled, match="all samples of those groups have the same reward") as error:
             iteration(run, DirectSteps(run), 0)
         assert error.value.advice
+
+
+def test_a_stopped_process_is_ended_and_replaced_and_a_busy_one_is_not() -> None:
+    with closing(StepProcess("tests.tasks.durable.echo", silence=3.0)) as process:
+        pid, answer = process.call(4.0, answer=lambda question: None)
+        assert (answer, psutil.Process(pid).status() != psutil.STATUS_STOPPED) == (4.0, True)
+        with pytest.raises(EngineDied, match="was lost: it sent no sign of life for long") as lost:
+            process.call("stop", answer=lambda question: None)
+        assert error_class(lost.value) == "engine_died"
+        assert not psutil.pid_exists(pid)
+        assert process.call("again", answer=lambda question: None) not in ((pid, "again"), None)
 
 
 def test_what_the_grader_raises_reaches_the_driver_as_it_was(
