@@ -215,7 +215,7 @@ class LocalTraining:
     def restart(self) -> None:
         self.restarts += 1
         self._versions = VersionWriter()
-        self._copied: tuple[int, str] | None = None
+        self.copied: tuple[int, str | None] = (0, None)
         config = self._config
         self.engine = make_engine(
             config.model,
@@ -238,10 +238,10 @@ class LocalTraining:
 
     def copy_version(self, version: int, dtype: str, digest: str, base: str | None) -> None:
         self._versions.copy(self.engine.export_weights(FILE_BYTES), getattr(torch, dtype), digest, base)
-        self._copied = (version, digest)
+        self.copied = (version, digest)
 
     def holds_version(self, version: int | None, digest: str | None) -> bool:
-        return self._copied == (version, digest)
+        return self.copied == (version, digest)
 
     def write_version(self, store_url: str, folder: str) -> list[StoredFile]:
         return self._versions.write(open_store(store_url), folder)
