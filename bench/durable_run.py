@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from cairn.configs.loader import load
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.costs import ON_TRAINING, engine_of
-from cairn.flows.reading.metrics import covered_seconds
+from cairn.flows.reading.metrics import busy_until, covered_seconds
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.snapshots import read_table
@@ -105,13 +105,13 @@ def _measured(ledger: Ledger, config: RunConfig, after: int) -> Outcome:
     last = ledger.last_iteration()
     assert last is not None
     commits = [commit for iteration in range(last + 1) for commit in ledger.commits(iteration)]
-    synced = {commit.iteration: commit.committed_at for commit in commits if commit.step is Step.SYNC}
+    synced = {commit.iteration: busy_until(commit) for commit in commits if commit.step is Step.SYNC}
     rollouts = [commit for commit in commits if commit.step is Step.ROLLOUT and commit.iteration >= after]
     start = synced[after - 1] if after else min(commit.started_at for commit in rollouts)
 
     def seconds_of(steps: Collection[Step]) -> float:
-        own = (commit for commit in commits if commit.step in steps and commit.committed_at > start)
-        return covered_seconds((max(start, commit.started_at), commit.committed_at) for commit in own)
+        own = (commit for commit in commits if commit.step in steps and busy_until(commit) > start)
+        return covered_seconds((max(start, commit.started_at), busy_until(commit)) for commit in own)
 
     training = seconds_of(ON_TRAINING)
     last_scores = (commit for commit in commits if commit.step is Step.EVAL and commit.iteration == last)

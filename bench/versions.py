@@ -10,7 +10,8 @@ step writes them: whole every `--save-interval` versions, and the difference to 
 temporary folder, fsync included. A reader rebuilds every version from these files alone, and its bits are compared with
 those of the trainer.
 
-`make` is from the trainer's rounded weights to the last file: comparison, compression, SHA-256 and writing.
+`make` is from the trainer's weights to the last file: copying, comparison, compression, SHA-256 and writing. Training
+waits for the first of these alone, `copy`.
 `apply` is what a reader that holds the version before needs: reading, SHA-256, decompression and the change of the bits
 in place. `join` is what another reader needs: the last whole version, and all differences after it. Seconds are CPU
 seconds of the process with one thread of PyTorch, except those under `wall`.
@@ -56,7 +57,10 @@ class Result:
     """Share of the elements whose bits changed."""
     stored: list[float]
     """Share of the bytes that a difference takes."""
+    copy: list[float]
+    """Seconds for which training waits."""
     make: list[float]
+    """Those of `copy` included."""
     make_whole: list[float]
     apply: list[float]
     join: list[float]
@@ -122,7 +126,7 @@ def train(folder: str, lr: float, versions: int, samples: int, tokens: int) -> I
 def measure(folder: str, parameters: int, lr: float, args: argparse.Namespace) -> Result:
     writer, written = VersionWriter(), list[StoredVersion]()
     held: dict[str, torch.Tensor] = {}
-    result = Result(lr, parameters, 0, [], [], [], [], [], [], 0.0, 0)
+    result = Result(lr, parameters, 0, [], [], [], [], [], [], [], 0.0, 0)
     whole, total, rebuilt, base = 0, 0, 0, None
     with tempfile.TemporaryDirectory() as place:
         store = open_store(place)
@@ -130,9 +134,9 @@ def measure(folder: str, parameters: int, lr: float, args: argparse.Namespace) -
             due = version % args.save_interval == 0
             began = time.process_time()
             before = None if due else str(base)
-            files = writer.write(
-                store, f"v{version}", in_buckets(weights.items(), FILE_BYTES), torch.bfloat16, str(version), before
-            )
+            writer.copy(in_buckets(weights.items(), FILE_BYTES), torch.bfloat16, str(version), before)
+            result.copy.append(time.process_time() - began)
+            files = writer.write(store, f"v{version}")
             seconds, base = time.process_time() - began, version
             size = sum(file.bytes for file in files)
             total += size
@@ -197,7 +201,16 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     table = Table(
-        "lr", "versions", "rebuilt", "changed %", "difference %", "an iteration %", "make s", "apply s", "join s"
+        "lr",
+        "versions",
+        "rebuilt",
+        "changed %",
+        "difference %",
+        "an iteration %",
+        "copy s",
+        "make s",
+        "apply s",
+        "join s",
     )
     results = []
     with tempfile.TemporaryDirectory() as folder:
@@ -212,6 +225,7 @@ def main() -> None:
                 spread(result.changed, 100),
                 spread(result.stored, 100),
                 f"{100 * result.an_iteration:.2f}",
+                spread(result.copy),
                 spread(result.make),
                 spread(result.apply),
                 spread(result.join),

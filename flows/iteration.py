@@ -25,6 +25,7 @@ from cairn.tasks.batch.batch import trained_shards
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.quarantine import skipped_prompts
 from cairn.tasks.durable.selection import last_selection, number
+from cairn.tasks.durable.step import DurableStep
 from cairn.tasks.durable.versions import version_of
 from cairn.tasks.evaluation.evaluate import eval_due, eval_shard, evaluate, initial_eval_due
 from cairn.tasks.generation.offline import read_demonstrations, take_all
@@ -34,7 +35,7 @@ from cairn.tasks.halves import learning_steps, weights_after
 from cairn.tasks.selecting.filter import buffered_groups, filter_groups
 from cairn.tasks.trainer.checkpoint import checkpoint, copies_of
 from cairn.tasks.trainer.score import score
-from cairn.tasks.trainer.sync import sync
+from cairn.tasks.trainer.sync import goes_on, sync
 from cairn.tasks.trainer.train import train
 
 
@@ -44,9 +45,9 @@ def iteration(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
     Returns the commits from which its metrics are computed. Steps already committed do not run.
     """
     collected, advantages = up_to_learning(run, steps, index)
-    learned, saving = learn(run, steps, index, advantages)
+    learned, saving, storing = learn(run, steps, index, advantages)
     evaluated = evaluate_after(run, steps, index)
-    return [*collected, *learned, *([saving.result()] if saving else []), *evaluated]
+    return [*collected, *learned, *(step.result() for step in (storing, saving) if step), *evaluated]
 
 
 def up_to_learning(run: RunContext, steps: StepRunner, index: int) -> tuple[list[Commit], Commit | None]:
@@ -131,11 +132,11 @@ def learn(
     index: int,
     advantages: Commit | None = None,
     saving: Pending | None = None,
-) -> tuple[list[Commit], Pending | None]:
+) -> tuple[list[Commit], Pending | None, Pending | None]:
     """Update the newest weights on the batch that `collect` selected, and publish the new weights.
 
-    Returns the commits, and the step `checkpoint` where it is due: the state is copied, and the next update may begin
-    while the copy is written. The caller waits for that step.
+    Returns the commits; the step `checkpoint` where it is due; and the step `sync` where it stores weights that nobody
+    waits for. What these two write is copied, and the next update may begin. The caller waits for them.
 
     Args:
         advantages: the commit of `estimate_ahead`, where it has already estimated them.
@@ -151,23 +152,30 @@ def learn(
     if Step.ADVANTAGE in due and advantages is None:
         advantages = steps.call(advantage, index, None, selection, rollouts, rewards, scores)
     trained = steps.call(train, index, None, updated, selection, rollouts, advantages, scores)
+    run.unfinished.wait(before=index)  # the next version differs from it, and no checkpoint replaces its restore point
     if Step.CHECKPOINT in due:
         if saving is not None:
             _wait_until_ended(saving)  # one copy is held at a time
-        saving = begin_checkpoint(run, steps, index, trained, selection)
+        saving = begin(run, steps, checkpoint, index, trained, selection)
     else:
         saving = None
-    synced = [steps.call(sync, index, None, trained)] if Step.SYNC in due else []
-    return [*([scores] if scores else []), *([advantages] if advantages else []), trained, *synced], saving
+    synced, storing = [], None
+    if Step.SYNC in due and goes_on(run) and not eval_due(run.config, index):
+        storing = begin(run, steps, sync, index, trained)
+        run.unfinished.add(index, storing)
+    elif Step.SYNC in due:
+        synced = [steps.call(sync, index, None, trained)]
+    learned = [*([scores] if scores else []), *([advantages] if advantages else []), trained, *synced]
+    return learned, saving, storing
 
 
-def begin_checkpoint(run: RunContext, steps: StepRunner, index: int, trained: Commit, selection: Commit) -> Pending:
-    """Start the step `checkpoint`. Returns once it has copied the state, or ended."""
-    copied = copies_of(run).expect(index)
-    saving = steps.submit(checkpoint, index, None, trained, selection)
-    saving.add_done_callback(lambda _: copied.set())
+def begin(run: RunContext, steps: StepRunner, step: DurableStep[Any], index: int, *args: Commit) -> Pending:
+    """Start a step that writes what it has copied. Returns once it has copied it, or ended."""
+    copied = copies_of(run).expect(step.name, index)
+    pending = steps.submit(step, index, None, *args)
+    pending.add_done_callback(lambda _: copied.set())
     copied.wait()
-    return saving
+    return pending
 
 
 def _wait_until_ended(step: Pending) -> None:

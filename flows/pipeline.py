@@ -22,8 +22,9 @@ first admitted and then collected:
 Before an iteration is collected, or admitted, a person may have to approve it (`cairn.flows.driver.approval`). The
 halves of earlier iterations continue meanwhile.
 
-A checkpoint is written while the next iterations run (`cairn.tasks.trainer.checkpoint`). The flow run of its iteration
-ends when it is committed; one checkpoint is written at a time.
+A checkpoint is written while the next iterations run (`cairn.tasks.trainer.checkpoint`), and so are weights that the
+run stores, whose commit comes before any of iteration i+1+k (`cairn.tasks.trainer.sync`). The flow run of their
+iteration ends when both are committed; one checkpoint and one version of the weights are written at a time.
 
 So k + 1 iterations are open at a time, each in its own flow run and thread. The flow run of the next iteration is
 created ahead and waits; without a lag, it is created while the previous iteration learns. No half's inputs depend on
@@ -104,7 +105,7 @@ class Pipeline:
             if stream is not None:
                 self._pacing.learns(index, waited=waited)
                 stream.recheck()
-            learned, saving = learn(run, steps, index, advantages, self._saving)
+            learned, saving, storing = learn(run, steps, index, advantages, self._saving)
             self._saving = saving or self._saving
             if stream is not None:
                 self._publish_to_stream(stream, index)
@@ -113,6 +114,8 @@ class Pipeline:
             evaluated = self._evaluated(index)
             if self._lag:
                 self._make_next(index + self._lag + 2)
+        if storing is not None:
+            learned.append(storing.result())
         if saving is not None:
             learned.append(saving.result())
             with self._tidying:

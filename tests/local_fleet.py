@@ -215,6 +215,7 @@ class LocalTraining:
     def restart(self) -> None:
         self.restarts += 1
         self._versions = VersionWriter()
+        self.copied: tuple[int, str | None] = (0, None)
         config = self._config
         self.engine = make_engine(
             config.model,
@@ -235,11 +236,15 @@ class LocalTraining:
         copy = self.engine._copy  # type: ignore[attr-defined]
         return copy is not None and (copy.weight_version, copy.state_digest) == (version, state_digest)
 
-    def write_version(
-        self, version: int, store_url: str, folder: str, dtype: str, digest: str, base: str | None
-    ) -> list[StoredFile]:
-        buckets = self.engine.export_weights(FILE_BYTES)
-        return self._versions.write(open_store(store_url), folder, buckets, getattr(torch, dtype), digest, base)
+    def copy_version(self, version: int, dtype: str, digest: str, base: str | None) -> None:
+        self._versions.copy(self.engine.export_weights(FILE_BYTES), getattr(torch, dtype), digest, base)
+        self.copied = (version, digest)
+
+    def holds_version(self, version: int | None, digest: str | None) -> bool:
+        return self.copied == (version, digest)
+
+    def write_version(self, store_url: str, folder: str) -> list[StoredFile]:
+        return self._versions.write(open_store(store_url), folder)
 
     def write_copy(self, store_url: str, folder: str) -> list[StoredFile]:
         store = open_store(store_url)

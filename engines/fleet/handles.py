@@ -37,6 +37,9 @@ SENDING = "sending"
 SAVING = "saving"
 """Concurrency group of the writing of a copied training state, during which the trainer continues its work."""
 
+STORING = "storing"
+"""Concurrency group of the writing of copied weights, which does not wait for that of a training state."""
+
 
 END_TIMEOUT = 10.0
 """Seconds that an actor gets to end by itself; after that it is killed."""

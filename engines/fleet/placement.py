@@ -17,7 +17,7 @@ from cairn.configs.digest import canonical_json
 from cairn.engines.fleet.calls import Deadline
 from cairn.engines.fleet.cluster import NAMESPACE, Cluster, ClusterError, machine_resources, require_cluster
 from cairn.engines.fleet.fencing import NO_CLAIM, Tenure
-from cairn.engines.fleet.handles import CONTROL, SAVING, SENDING, UPDATING, Actor
+from cairn.engines.fleet.handles import CONTROL, SAVING, SENDING, STORING, UPDATING, Actor
 from cairn.engines.fleet.roles import LEAST_CPUS, ActorRole, BundlePlace, Slot, arrange, query_places, room_problem
 
 LOOK_INTERVAL = 0.1
@@ -198,7 +198,7 @@ class Placement:
         def create(deadline: Deadline) -> "ray.actor.ActorHandle":
             slot = self.slot(role, index, deadline)
             group = self._groups[(role.host or role).name].handle
-            groups = {CONTROL: 1, SENDING: 1, UPDATING: 1, SAVING: 1, **dict(role.groups)}
+            groups = {CONTROL: 1, SENDING: 1, UPDATING: 1, SAVING: 1, STORING: 1, **dict(role.groups)}
             actor_class: Any = ray.remote(concurrency_groups=groups)(role.actor_class)  # type: ignore[call-overload]
             options = actor_class.options(
                 name=name,

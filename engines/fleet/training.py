@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
@@ -13,7 +13,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.actors import EngineActor
 from cairn.engines.fleet.calls import Deadline, put, wait
 from cairn.engines.fleet.fencing import Method, P, R
-from cairn.engines.fleet.handles import CONTROL, SAVING, SENDING, Actor, Call, ModelHandle
+from cairn.engines.fleet.handles import CONTROL, SAVING, SENDING, STORING, Actor, Call, ModelHandle
 from cairn.engines.rollout.plan import kind_of, served_model
 from cairn.engines.training.base import TrainingEngine
 from cairn.engines.training.rank import TrainingRank
@@ -60,10 +60,11 @@ def _on_ranks(
 
 @dataclass(frozen=True)
 class _Copy:
-    """The state that the ranks have copied."""
+    """The state, or the weights alone, that the ranks have copied."""
 
     version: int
-    state_digest: str
+    digest: str | None
+    """Digest of the state, or checksum of the weights."""
     restarts: int
     """Restarts of the engine before it."""
     bytes: int
@@ -108,6 +109,7 @@ class TrainingHandle(ModelHandle):
         self._offloaded_since: int | None = None
         """Number of restarts at which all ranks had released their memory; None where they may have it."""
         self._copy: _Copy | None = None
+        self._version: _Copy | None = None
 
     def offload(self) -> None:
         """Have all ranks release their memory. Asks no rank where they have done so already."""
@@ -150,12 +152,7 @@ class TrainingHandle(ModelHandle):
 
     def holds_copy(self, version: int | None, state_digest: str | None) -> bool:
         """Return whether the ranks hold a copy of this state."""
-        copy = self._copy
-        return copy is not None and (copy.version, copy.state_digest, copy.restarts) == (
-            version,
-            state_digest,
-            self.restarts,
-        )
+        return self._is(self._copy, version, state_digest)
 
     def write_copy(self, store_url: str, folder: str) -> list[StoredFile]:
         """Write a checkpoint of the copied state below `folder`, while the engine may train; returns its files.
@@ -167,22 +164,31 @@ class TrainingHandle(ModelHandle):
         if copy is None:
             raise EngineError(f"{self.name} holds no copy of its state: it has to be copied again")
         url, deadline = absolute_url(store_url), self._deadline_of(copy.bytes)
-        failed: list[Exception] = []
-        written: list[list[StoredFile]] = []
         try:
-            for call in self.call_all(SAVING, TrainingRank.write_copy, url, folder):
-                try:
-                    written.append(call.result(deadline))
-                except Exception as error:  # raised once all ranks have ended, so that none still writes
-                    failed.append(error)
-            if failed:
-                raise next((error for error in failed if isinstance(error, EngineDied)), failed[0])
+            written = self._written(self.call_all(SAVING, TrainingRank.write_copy, url, folder), deadline)
             indexes = [files[-1] for files in written]
             description = self.call(SAVING, TrainingRank.describe_copy, url, folder, indexes).result()
         except (EngineDied, EngineTimeout):  # a part of the copy is gone with its rank
             self._copy = None
             raise
         return [*(file for files in written for file in files), description]
+
+    def _is(self, copy: _Copy | None, version: int | None, digest: str | None) -> bool:
+        return copy is not None and (copy.version, copy.digest, copy.restarts) == (version, digest, self.restarts)
+
+    @staticmethod
+    def _written(calls: Iterable[Call[list[StoredFile]]], deadline: Deadline) -> list[list[StoredFile]]:
+        """Return the files of each rank. Raises an error once all ranks have ended, so that none still writes."""
+        written: list[list[StoredFile]] = []
+        failed: list[Exception] = []
+        for call in calls:
+            try:
+                written.append(call.result(deadline))
+            except Exception as error:
+                failed.append(error)
+        if failed:
+            raise next((error for error in failed if isinstance(error, EngineDied)), failed[0])
+        return written
 
     def drop_copy(self) -> None:
         """Give the copied state up. The memory stays with the ranks, for the next copy."""
@@ -200,20 +206,30 @@ class TrainingHandle(ModelHandle):
         """Return the deadline of a call in which each rank moves up to `size` bytes."""
         return Deadline(self._timeout + size / LEAST_RATE)
 
-    def write_version(
-        self,
-        version: int,
-        store_url: str,
-        folder: str,
-        dtype: Literal["float32", "bfloat16"],
-        digest: str,
-        base: str | None,
-    ) -> list[StoredFile]:
-        """Write the weights of `version` below `folder`; returns the files. Raises WrongVersion and the store's
-        errors."""
-        url = absolute_url(store_url)
-        written = self.on_all(TrainingRank.write_version, version, url, folder, dtype, digest, base)
-        return [file for of_rank in written for file in of_rank]
+    def copy_version(self, version: int, dtype: Literal["float32", "bfloat16"], digest: str, base: str | None) -> None:
+        """Copy the weights of `version` to the memory of the ranks' machines. The engine may go on to train when this
+        returns. Raises WrongVersion."""
+        restarts, self._version = self.restarts, None
+        sizes = self.on_all(TrainingRank.copy_version, version, dtype, digest, base)
+        self._version = _Copy(version, digest, restarts, max(sizes))
+
+    def holds_version(self, version: int | None, digest: str | None) -> bool:
+        """Return whether the ranks hold a copy of these weights, the last one that was made."""
+        return self._is(self._version, version, digest)
+
+    def write_version(self, store_url: str, folder: str) -> list[StoredFile]:
+        """Write the copied weights below `folder`, while the engine may train; returns the files. Raises as
+        `write_copy` does."""
+        copy = self._version
+        if copy is None:
+            raise EngineError(f"{self.name} holds no copy of its weights: they have to be copied again")
+        try:
+            calls = self.call_all(STORING, TrainingRank.write_version, absolute_url(store_url), folder)
+            written = self._written(calls, self._deadline_of(copy.bytes))
+        except (EngineDied, EngineTimeout):
+            self._version = None
+            raise
+        return [file for files in written for file in files]
 
     def export_weights(self, version: int, bucket_bytes: int) -> "Generator[Bucket]":
         """Yield buckets of weights in the object store, as arguments of calls: Ray passes the value. Each is made while

@@ -81,6 +81,8 @@ class EngineKind:
     """Whether an engine holds weights in the format of the model folder, quantised or not, rather than dequantised."""
     reports_loaded: bool = False
     """Whether an engine can report a checksum of what it made of the weights (`LoadChecked`)."""
+    copies_stored: bool = False
+    """Whether an engine keeps a copy on the host of the weights that it reads from a store."""
     takes_broadcasts: bool = False
     """Whether an engine's processes join a group in which the trainer broadcasts weights."""
     maps_gpu_memory: bool = False

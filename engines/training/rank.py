@@ -102,21 +102,12 @@ class TrainingRank(WeightSource):
     def load(self, store_url: str, folder: str) -> None:
         self._started.load(open_store(store_url), folder)
 
-    def write_version(
-        self,
-        version: int,
-        store_url: str,
-        folder: str,
-        dtype: Literal["float32", "bfloat16"],
-        digest: str,
-        base: str | None,
-    ) -> list[StoredFile]:
-        """On all ranks: write the weights of `version` below `folder` (`cairn.engines.weights.versions.VersionWriter`).
-        Return the files of this rank, which writes and keeps some of the weights.
+    def copy_version(self, version: int, dtype: Literal["float32", "bfloat16"], digest: str, base: str | None) -> int:
+        """On all ranks: copy the weights of `version` to the host, each rank some of them
+        (`cairn.engines.weights.versions.VersionWriter`). Return the bytes that this rank has copied.
 
-        Raises:
-            WrongVersion: the engine is at another version.
-            StoreError: the store refused a file, or did not respond.
+        `base`: checksum of the version to which the difference is to be written. Where one of the ranks has not kept
+        that, all write whole weights. Raises WrongVersion if the engine is at another version.
         """
         import torch
         from torch import distributed
@@ -132,9 +123,15 @@ class TrainingRank(WeightSource):
             distributed.all_gather_object(keep, keep[0])
         device = torch.device("cuda" if self._training.num_gpus_per_rank > 0 else "cpu")
         with raising_together(ranks, device):
-            buckets, store = self._started.export_weights(FILE_BYTES, in_turn=True), open_store(store_url)
-            number_format, same = getattr(torch, dtype), base if all(keep) else None
-            return self._versions.write(store, folder, buckets, number_format, digest, same)
+            buckets = self._started.export_weights(FILE_BYTES, in_turn=True)
+            return self._versions.copy(buckets, getattr(torch, dtype), digest, base if all(keep) else None)
+
+    def write_version(self, store_url: str, folder: str) -> list[StoredFile]:
+        """Write the copied weights of this rank below `folder`, while the engine may train. Return the files. Raises
+        StoreError if the store refused a file, or did not respond."""
+        if self._versions is None:
+            raise EngineError("no weights are copied")
+        return self._versions.write(open_store(store_url), folder)
 
     def offload(self) -> None:
         self._sharing.offload()

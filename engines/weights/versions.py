@@ -31,86 +31,96 @@ FILE_BYTES = 512 << 20
 Tensors = dict[str, torch.Tensor]
 
 
+class _Copy:
+    """A version of the weights of this rank, on the host."""
+
+    def __init__(self, digest: str, base: str | None) -> None:
+        self.digest, self.base = digest, base
+        self.tensors: Tensors = {}
+        self.files: list[list[str]] = []
+        """Names of the tensors of each file."""
+        self.written = False
+
+
 class VersionWriter:
-    """Writes versions of weights, and keeps the last one on the host, so that the next can be written as a difference
-    to it."""
+    """Copies versions of weights to the host and writes them from there, while the weights may change. It keeps the
+    last one that it wrote, so that the next can be written as a difference to it. So it holds two: 2 × 2 bytes a
+    parameter in bfloat16."""
 
     def __init__(self, rank: int = 0) -> None:
         """`rank`: of the process, if several write the files of a version."""
         self._rank = rank
-        self._digest: str | None = None
-        """Checksum of the version that is kept; None for none."""
-        self._kept: Tensors = {}
+        self._kept: _Copy | None = None
+        """The last version that was written before `_copied`."""
+        self._copied: _Copy | None = None
 
     def keeps(self, digest: str | None) -> bool:
-        """Return whether the kept version has this checksum."""
-        return digest is not None and digest == self._digest
+        """Return whether the last version that was written has this checksum."""
+        newest = self._copied if self._copied is not None and self._copied.written else self._kept
+        return digest is not None and newest is not None and newest.digest == digest
 
-    def write(
-        self,
-        store: Store,
-        folder: str,
-        buckets: Iterable[Mapping[str, torch.Tensor]],
-        dtype: torch.dtype,
-        digest: str,
-        base: str | None,
-    ) -> list[StoredFile]:
-        """Write a version and keep it. Return its files.
+    def copy(
+        self, buckets: Iterable[Mapping[str, torch.Tensor]], dtype: torch.dtype, digest: str, base: str | None
+    ) -> int:
+        """Copy a version; a copy that was not written is given up. Return its size in bytes.
 
-        Iterates `buckets` to the end even after an error, because other ranks take part. After an error no version is
-        kept. Raises the store's errors.
+        Iterates `buckets` to the end even after an error, because other ranks take part. After an error no copy is
+        held.
 
         Args:
             buckets: weights, each once and with every version. A bucket becomes a file.
             dtype: number format of the rollout engines.
             digest: checksum of the weights in that format.
-            base: checksum of the version to which the difference is written. None writes the whole version, and so does
-                another version than the one that is kept.
+            base: checksum of the version to which the difference is to be written. None writes the whole version, and
+                so does another version than the one that is kept.
         """
-        kind = DIFFERENCE if self.keeps(base) else WHOLE
-        self._digest = None
-        threads = _threads()
-        running: deque[Future[StoredFile]] = deque()
-        files: list[StoredFile] = []
+        before, self._copied = self._copied, None
+        if before is not None and before.written:
+            before, self._kept = self._kept, before
+        room = {} if before is None else before.tensors
+        copy = _Copy(digest, base if self.keeps(base) else None)
         failure: Exception | None = None
-        with ThreadPoolExecutor(threads, "weights") as pool:
-            for number, bucket in enumerate(buckets):
-                if failure is not None:
-                    continue
-                try:
-                    if len(running) > threads:
-                        files.append(running.popleft().result())
-                    path = f"{folder}/{kind}-{self._rank:05d}-{number:05d}.safetensors"
-                    running.append(pool.submit(self._write_file, store, path, kind, bucket, dtype))
-                except Exception as error:
-                    failure = error
-            for one in running:
-                try:
-                    files.append(one.result())
-                except Exception as error:
-                    failure = failure or error
+        for bucket in buckets:
+            if failure is not None:
+                continue
+            try:
+                copy.files.append(list(bucket))
+                for name, tensor in bucket.items():
+                    copy.tensors[name] = _rounded(name, tensor, dtype, room.pop(name, None))
+            except Exception as error:
+                failure = error
         if failure is not None:
-            self._kept = {}
             raise failure
-        self._digest = digest
-        return files
+        self._copied = copy
+        return sum(tensor.nbytes for tensor in copy.tensors.values())
 
-    def _write_file(
-        self, store: Store, path: str, kind: str, bucket: Mapping[str, torch.Tensor], dtype: torch.dtype
-    ) -> StoredFile:
-        tensors = {name: _rounded(name, tensor, dtype) for name, tensor in bucket.items()}
-        if kind == WHOLE:
-            data = save_safetensors(tensors)
-        else:
-            data = encode((name, self._kept[name], tensor) for name, tensor in tensors.items())
-        store.write(path, data)
-        for name, tensor in tensors.items():
-            kept = self._kept.get(name)
-            if kept is None:
-                self._kept[name] = tensor.clone()  # it may be a view of weights that the next update changes
+    def write(self, store: Store, folder: str) -> list[StoredFile]:
+        """Write the copied version below `folder`, as often as this is called. Return its files. Raises the store's
+        errors."""
+        copy, kept = self._copied, self._kept
+        if copy is None:
+            raise ValueError("no version is copied")
+        base = kept.tensors if copy.base is not None and kept is not None else None
+        kind = WHOLE if base is None else DIFFERENCE
+
+        def write_file(number: int, names: list[str]) -> StoredFile:
+            path = f"{folder}/{kind}-{self._rank:05d}-{number:05d}.safetensors"
+            if base is None:
+                data = save_safetensors({name: copy.tensors[name] for name in names})
             else:
-                kept.copy_(tensor)
-        return StoredFile(path, len(data), hashlib.sha256(data).hexdigest())
+                data = encode((name, base[name], copy.tensors[name]) for name in names)
+            store.write(path, data)
+            return StoredFile(path, len(data), hashlib.sha256(data).hexdigest())
+
+        with ThreadPoolExecutor(_threads(), "weights") as pool:
+            running = [pool.submit(write_file, *file) for file in enumerate(copy.files)]
+            try:
+                files = [one.result() for one in running]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        copy.written = True
+        return files
 
 
 def read_version(store: Store, versions: Sequence[StoredVersion]) -> Tensors:
@@ -221,10 +231,12 @@ def _content(store: Store, version: StoredVersion, file: StoredFile) -> Tensors 
         raise Damaged(f"{file.path}, a part of {version.name}, is damaged: {error}") from None
 
 
-def _rounded(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a weight on the host as rollout engines hold it."""
-    keeps = is_exact(name) or not tensor.is_floating_point()
-    return (tensor if keeps else tensor.to(dtype)).detach().cpu().contiguous()
+def _rounded(name: str, tensor: torch.Tensor, dtype: torch.dtype, room: torch.Tensor | None) -> torch.Tensor:
+    """Return a copy of a weight on the host as rollout engines hold it, in the memory of `room` where it fits."""
+    kept = tensor.dtype if is_exact(name) or not tensor.is_floating_point() else dtype
+    if room is None or room.shape != tensor.shape or room.dtype != kept:
+        room = torch.empty(tensor.shape, dtype=kept)
+    return room.copy_(tensor.detach())
 
 
 def _threads() -> int:

@@ -247,6 +247,22 @@ def _taken(subject: Subject, rank: RankMemory) -> float:
     return process if fleet.offloads_train else process + sum(row.bytes for row in rank.state)
 
 
+def _stored_weights(subject: Subject) -> Iterator[Row]:
+    """Yield what a machine holds of the weights that sync steps store. Ranks take buckets in turn."""
+    config, training = subject.config, subject.config.training
+    if not config.needs_rollout_engines or config.checkpoint.store_weights is False:
+        return
+    rollout, size = config.rollout, subject.model.parameters * bytes_of(config.rollout.dtype)
+    share = min(1.0, rollout.num_gpus_per_node / training.world_size) if subject.trains_on_gpu else 1.0
+    yield Row(what="the last stored weights, and the next while they are written", bytes=2 * share * size)
+    if config.fleet.update_weight_transport == "store" and subject.engine_kind.copies_stored:
+        fit = (
+            int(rollout.num_gpus_per_node // max(1, rollout.num_gpus_per_engine)) if subject.rolls_out_on_gpu else None
+        )
+        engines = rollout.num_engines if fit is None else min(rollout.num_engines, max(1, fit))
+        yield Row(what="the engines' copies of stored weights", bytes=engines * size)
+
+
 def _memories(subject: Subject, rank: RankMemory, engine: EngineMemory | None, copied: float) -> Iterator[Memory]:
     """`copied`: bytes of a checkpoint that a machine writes."""
     config, training = subject.config, subject.config.training
@@ -267,6 +283,7 @@ def _memories(subject: Subject, rank: RankMemory, engine: EngineMemory | None, c
         on_host += [Row(what=f"training: {row.what}", bytes=row.bytes * training.world_size) for row in rank.rows]
         on_host.append(Row(what="processes of the ranks", bytes=process.bytes * training.world_size))
     on_host.append(Row(what="a copy of the state while it is written", bytes=copied))
+    on_host += _stored_weights(subject)
     if engine is not None:
         count = config.rollout.num_engines
         if subject.rolls_out_on_gpu:

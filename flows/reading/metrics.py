@@ -604,8 +604,8 @@ def busy_seconds(commits: Iterable[Commit]) -> float:
 
 
 def busy_until(commit: Commit) -> float:
-    """Return when a step let the next one begin: when it was committed, or for a checkpoint when the state was copied.
-    A checkpoint is written while others work."""
+    """Return when a step let the next one begin: when it was committed, or when it had copied what it then wrote while
+    others worked."""
     return commit.started_at + commit.timings["copy"] if "copy" in commit.timings else commit.committed_at
 
 

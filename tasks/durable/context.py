@@ -32,6 +32,7 @@ from cairn.tasks.durable.events import StepEvent
 from cairn.tasks.durable.recorded_run import TABLE_CACHE_BYTES, RecordedRun
 from cairn.tasks.durable.retries import RetryTally
 from cairn.tasks.durable.selection import last_selection
+from cairn.tasks.durable.unfinished import Unfinished
 from cairn.tasks.rewards.grader import Grading, share_of_right
 
 if TYPE_CHECKING:
@@ -235,6 +236,8 @@ class RunContext(RecordedRun):
         """Retries of steps."""
         self.replays = ReplayTally()
         """Replays of train steps."""
+        self.unfinished = Unfinished()
+        """Steps that iterations do not wait for."""
         self._fleet = fleet
         self.benchmarks = benchmarks
         """Prompts of each benchmark, by its name."""
@@ -332,7 +335,9 @@ class RunContext(RecordedRun):
         return self._whole_config if recorded == self._whole_config else self._trusted(recorded)
 
     def commit(self, **fields: Any) -> Commit:
-        """Create a commit, or adopt the one that another driver created first."""
+        """Create a commit, or adopt the one that another driver created first. Waits for unfinished steps of iterations
+        that no driver would enter again after it, and raises the error of one that failed."""
+        self.unfinished.wait(before=fields["iteration"] - self.ledger.lag)
         commit = self.ledger.commit(**fields)
         self._commits.add((commit.iteration, commit.step, commit.shard), commit)
         return commit

@@ -20,26 +20,28 @@ from cairn.tasks.trainer.recovery import prepare_trainer
 
 
 class Copies:
-    """Events that steps `checkpoint` set when the state is copied, by iteration. Thread-safe."""
+    """Events that steps `checkpoint` and `sync` set when they have copied what they write. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._events: dict[int, Event] = {}
+        self._events: dict[tuple[Step, int], Event] = {}
         self.newest: int | None = None
         """Iteration of the newest checkpoint that this driver has begun."""
 
-    def expect(self, iteration: int) -> Event:
+    def expect(self, step: Step, iteration: int) -> Event:
         """Return the event of an iteration, which is set by its step."""
         with self._lock:
-            self.newest = iteration
-            return self._events.setdefault(iteration, Event())
+            if step is Step.CHECKPOINT:
+                self.newest = iteration
+            return self._events.setdefault((step, iteration), Event())
 
-    def made(self, iteration: int) -> None:
-        """Set the event of an iteration, if anyone expects it."""
+    def made(self, step: Step, iteration: int) -> bool:
+        """Set the event of an iteration. Return whether anyone expects it."""
         with self._lock:
-            event = self._events.pop(iteration, None)
+            event = self._events.pop((step, iteration), None)
         if event is not None:
             event.set()
+        return event is not None
 
 
 def copies_of(run: RunContext) -> Copies:
@@ -67,7 +69,7 @@ def checkpoint(step: StepCall, trained: Commit, selection: Commit) -> Outcome:
             prepare_trainer(run, trained)
             training.copy_state()
     copied = time.perf_counter() - began
-    copies_of(run).made(step.iteration)
+    copies_of(run).made(Step.CHECKPOINT, step.iteration)
     files = training.write_copy(step.attempt.store.url, step.attempt.folder)
     training.drop_copy()
     return Outcome(

@@ -2,6 +2,16 @@
 
 An engine's weights are verified, not remembered: before it generates, it is queried, and only an engine that is behind
 is updated.
+
+Where the run stores its weights, training and generation wait only while they are copied:
+
+    learn of i      train ─▶ publish, copy
+    then of i+1                        │   collect …  ─▶ first commit of i+1+lag
+    sync of i                          └─▶ compress, upload ─▶ commit ─┘
+
+No iteration after the open ones is committed before that, so a driver that resumes finds the step missing and makes it
+from the restored trainer. Engines that read the weights from the store wait for the commit, and so do evaluations,
+whose results name it.
 """
 
 import time
@@ -33,22 +43,39 @@ class LastStored:
     iteration: int
 
 
+@dataclass(frozen=True)
+class CopiedWeights:
+    """The last weights that the ranks have copied for a sync step."""
+
+    publication: Publication
+    base: Commit | None
+    """The sync step to which the difference is written; None for whole weights."""
+
+
 @durable(Step.SYNC, reads=("rollout.dtype",), engines=("training",))  # the digest is of the weights in that dtype
 def sync(step: StepCall, trained: Commit) -> Outcome:
     """Publish the weights that `trained` committed, and commit the digest that engines must find, with the weights
     themselves where the run stores them."""
     run, values, files, timings = step.run, dict[str, Any](), list[OutputFile](), dict[str, float]()
+    began = time.perf_counter()
     with run.weights_lock:
-        if run.fleet.weights.reads_store:  # engines read what is stored here
+        copied = _copied(run, version_of(trained))
+        if copied is not None:
+            publication = copied.publication
+        elif run.fleet.weights.reads_store:  # engines read what is stored here
             restore_trainer(run, trained)
             publication = run.fleet.weights.measure(version_of(trained))
         else:
             publication = publish(run, trained)
-        if run.ledger.stores_weights:
-            began = time.perf_counter()
-            files, how = _store(step, publication)
-            values[VALUE] = how.model_dump(exclude_none=True)
-            timings["store"] = time.perf_counter() - began
+        if run.ledger.stores_weights and copied is None:
+            copied = _copy(step, publication)
+    ended = time.perf_counter()
+    if copies_of(run).made(Step.SYNC, step.iteration):
+        timings["copy"] = ended - began
+    if copied is not None:
+        files, how = _store(step, copied)
+        values[VALUE] = how.model_dump(exclude_none=True)
+        timings["store"] = time.perf_counter() - ended
     return Outcome(
         files=files,
         values={"digest": publication.digest, **values},
@@ -58,27 +85,43 @@ def sync(step: StepCall, trained: Commit) -> Outcome:
     )
 
 
-def _store(step: StepCall, publication: Publication) -> tuple[list[OutputFile], Stored]:
-    """Write the published weights: the difference to the last stored ones, if the trainer still has these. They are
-    whole with a checkpoint, and once all differences since the last whole ones are larger than `LONGEST_CHAIN` of
-    these."""
-    run, attempt = step.run, step.attempt
-    last = run.attached(LastStored)
+def goes_on(run: RunContext) -> bool:
+    """Return whether iterations go on while a sync step stores the weights that it has published."""
+    return run.ledger.stores_weights and not run.fleet.weights.reads_store
+
+
+def _copied(run: RunContext, version: int) -> CopiedWeights | None:
+    """Return the copy that an earlier try has made of these weights, if the ranks still hold it: the engine may have
+    trained on since. Return None without one."""
+    copied = run.attached(CopiedWeights)
+    if copied is None or copied.publication.version != version:
+        return None
+    return copied if run.fleet.training.holds_version(version, copied.publication.digest) else None
+
+
+def _copy(step: StepCall, publication: Publication) -> CopiedWeights:
+    """Copy the published weights, to be written as the difference to the last stored ones, if the trainer still has
+    these. They are whole with a checkpoint, and once all differences since the last whole ones are larger than
+    `LONGEST_CHAIN` of these."""
+    run, last = step.run, step.run.attached(LastStored)
     base = None if last is None else run.find(last.iteration, Step.SYNC)
     before = None if base is None else stored(base)
     due = copies_of(run).newest == step.iteration or run.find(step.iteration, Step.CHECKPOINT) is not None
     if before is None or due or before.difference_bytes > LONGEST_CHAIN * before.whole_bytes:
         base = None
-    written = run.fleet.training.write_version(
-        publication.version,
-        attempt.store.url,
-        attempt.folder,
-        run.config.rollout.dtype,
-        publication.digest,
-        None if base is None else str(base.values["digest"]),
-    )
-    run.attach(LastStored(step.iteration))
+    digest = None if base is None else str(base.values["digest"])
+    run.fleet.training.copy_version(publication.version, run.config.rollout.dtype, publication.digest, digest)
+    run.attach(copied := CopiedWeights(publication, base))
+    return copied
+
+
+def _store(step: StepCall, copied: CopiedWeights) -> tuple[list[OutputFile], Stored]:
+    """Write the copied weights. They are whole where the ranks had not kept the last stored ones."""
+    attempt, base = step.attempt, copied.base
+    written = step.run.fleet.training.write_version(attempt.store.url, attempt.folder)
+    step.run.attach(LastStored(step.iteration))
     files, size = [attempt.adopt(file) for file in written], sum(file.bytes for file in written)
+    before = None if base is None else stored(base)
     if base is None or before is None or is_whole(written):
         return files, Stored(whole_bytes=size)
     return files, Stored(

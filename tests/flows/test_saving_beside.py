@@ -1,4 +1,4 @@
-"""A checkpoint is written while the next iterations run, and its commit follows."""
+"""Checkpoints and versions of the weights are written while the next iterations run, and their commits follow."""
 
 import os
 import signal
@@ -19,6 +19,8 @@ from cairn.storage.ledger.publications import stored
 from cairn.storage.store.errors import StoreError
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.step import DurableStep
+from cairn.tasks.halves import publish_for_open_halves
+from cairn.tasks.trainer.stored_weights import read_weights
 from tests.forks import FORKS
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
@@ -163,3 +165,88 @@ def test_a_checkpoint_that_was_not_written_is_made_where_the_next_update_was_not
                     run.ledger.store.delete(path)
     with tiny_context(str(tmp_path), config) as (run, _):
         assert first_to_execute(run) == 1
+
+
+def lagged(assets: Path) -> RunConfig:
+    return tiny_config(assets, rollout={"num_rollout": ITERATIONS, "pipeline": "lagged", "dtype": "bfloat16"})
+
+
+def write_after_update(run: RunContext, fleet: LocalFleet, then: Callable[[int], None]) -> None:
+    """Let no version of the weights, up to the last but one, be written before the next update is committed. Call
+    `then` before each write with its number."""
+    committed, write, commit = [threading.Event() for _ in range(ITERATIONS)], fleet.training.write_version, run.commit
+    writes: list[int] = []
+
+    def written(*args: Any) -> Any:
+        writes.append(len(writes))
+        version = fleet.training.copied[0]
+        if version < ITERATIONS:
+            assert committed[version].wait(120)
+        then(writes[-1])
+        return write(*args)
+
+    def noted(**fields: Any) -> Commit:
+        made = commit(**fields)
+        if fields["step"] is Step.TRAIN:
+            committed[fields["iteration"]].set()
+        return made
+
+    fleet.training.write_version = written  # type: ignore[method-assign]
+    run.commit = noted  # type: ignore[method-assign]
+
+
+def test_weights_are_stored_while_the_next_update_is_made_and_a_refused_write_is_of_the_same_copy(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    config = lagged(tiny_assets)
+    fleet = LocalFleet(config)
+
+    def refuse_first(number: int) -> None:
+        if number == 0:
+            raise StoreError("no answer")
+
+    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
+        write_after_update(run, fleet, refuse_first)
+        drive(run)
+        synced = [run.committed(index, Step.SYNC) for index in range(ITERATIONS)]
+        assert [bool(how and how.base) for how in map(stored, synced)] == [False, True, False], (
+            "whole with a checkpoint"
+        )
+        for index, commit in enumerate(synced):
+            read_weights(run.ledger, commit)  # compares them with the digest
+            if index + 1 < ITERATIONS:
+                assert run.committed(index + 1, Step.TRAIN).committed_at < commit.committed_at
+            later = [one for other in range(index + 2, ITERATIONS) for one in run.ledger.commits(other)]
+            assert all(commit.committed_at < one.committed_at for one in later)
+    assert (fleet.training.updates, fleet.training.restarts) == (ITERATIONS, 0)
+
+
+def be_killed_while_weights_are_written(store: str, config: RunConfig) -> None:
+    fleet = LocalFleet(config)
+
+    def die(number: int) -> None:
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with tiny_context(store, config, fleet=fleet) as (run, _):
+        write_after_update(run, fleet, die)
+        drive(run)
+
+
+@pytest.mark.proof
+def test_weights_that_a_killed_driver_was_writing_are_stored_by_the_next_one(tiny_assets: Path, tmp_path: Path) -> None:
+    config = lagged(tiny_assets)
+    driver = FORKS.Process(target=be_killed_while_weights_are_written, args=(str(tmp_path), config))
+    driver.start()
+    driver.join(300)
+    assert driver.exitcode == -signal.SIGKILL
+    with tiny_context(str(tmp_path), config) as (run, _):
+        before = train_digests(run, range(ITERATIONS))
+        assert run.find(1, Step.SYNC) is None
+        assert first_to_execute(run) == 1
+        publish_for_open_halves(run)
+        drive(run)
+        for index in range(ITERATIONS):
+            read_weights(run.ledger, run.committed(index, Step.SYNC))  # compares them with the digest
+        assert stored(run.committed(1, Step.SYNC)).base is None
+        assert train_digests(run, range(ITERATIONS)) == before

@@ -92,6 +92,7 @@ KIND = EngineKind(
     reports_checksum=lambda config: not config.external_urls,
     reports_loaded=True,
     holds_as_stored=True,
+    copies_stored=True,
     takes_broadcasts=True,
     maps_gpu_memory=True,
     reserves_cache=True,

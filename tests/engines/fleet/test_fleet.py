@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -38,7 +39,11 @@ from cairn.engines.types.errors import (
 )
 from cairn.engines.types.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types.types import Completion, FinishReason, GenerateRequest, Publication, SamplingParams
-from cairn.storage.store.errors import NoSpace
+from cairn.engines.weights.fingerprint import weights_checksum
+from cairn.engines.weights.layout import StoredVersion, is_whole
+from cairn.engines.weights.versions import read_version
+from cairn.storage.opening import open_store
+from cairn.storage.store.errors import NoSpace, StoreRefused
 from tests.engines.training.builders import VOCABULARY, make_batch, model_folder
 from tests.fleets import serve_all, sync, versions
 from tests.ray_fixtures import fleet_config
@@ -423,6 +428,58 @@ def test_an_engine_that_holds_other_weights_than_were_published_serves_nothing(
         fleet.weights.serve(fleet.rollout[0], version)
     assert versions(fleet)[0] is None
     assert version not in fleet.weights.published()
+
+
+SEVERAL_FILES = """
+from cairn.engines.weights import versions
+
+versions.FILE_BYTES = 50_000
+
+
+def loss(log_probs, tokens, config):
+    return -log_probs * tokens.advantages, {}
+"""
+"""A loss of the user's, which every rank imports."""
+
+
+@pytest.mark.slow
+def test_two_ranks_write_a_version_in_turn_and_whole_where_one_of_them_lacks_the_version_before(
+    ray_cluster: Cluster, model: Path, tmp_path: Path
+) -> None:
+    (code := tmp_path / "several_files.py").write_text(SEVERAL_FILES)
+    config = fleet_config(model, training={"world_size": 2}, algorithm={"loss_type": f"{code}:loss"})
+    store, versions, digests = open_store(str(tmp_path)), list[StoredVersion](), list[str]()
+    with Fleet.start(config, name="writers", total_steps=TOTAL_STEPS) as fleet:
+        training = fleet.training
+
+        def copy(base: str | None) -> None:
+            """Make an update, and copy the weights to be written as the difference to the version `base`."""
+            before = training.position().weight_version
+            training.train(make_batch(), num_steps=1, expected_version=before, input_digest=str(before))
+            digests.append(training.checksum_at(before + 1, "bfloat16"))
+            training.copy_version(before + 1, "bfloat16", digests[-1], base)
+
+        def write(folder: str, *, whole: bool) -> None:
+            files = training.write_version(str(tmp_path), folder)
+            assert is_whole(files) is whole
+            assert len({re.sub(r"-\d+\.safetensors", "", file.path) for file in files}) == 2, "each rank wrote some"
+            versions[:] = [*([] if whole else versions), StoredVersion(folder, digests[-1], tuple(files))]
+            assert weights_checksum(read_version(store, versions).items()) == digests[-1]
+
+        copy(None)
+        write("first", whole=True)
+        copy(digests[-1])
+        (tmp_path / "second/difference-00001-00001.safetensors").mkdir(parents=True)
+        with pytest.raises(StoreRefused, match="difference-00001-00001"):
+            training.write_version(str(tmp_path), "second")  # the first rank has written its files
+        assert training.holds_version(2, digests[-1])
+        write("again", whole=False)
+        copy(digests[-1])
+        (tmp_path / "third/difference-00001-00001.safetensors").mkdir(parents=True)
+        with pytest.raises(StoreRefused, match="difference-00001-00001"):
+            training.write_version(str(tmp_path), "third")
+        copy(digests[-1])  # the first rank alone has written that version
+        write("fourth", whole=True)
 
 
 @pytest.mark.slow

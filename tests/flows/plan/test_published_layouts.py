@@ -1,6 +1,7 @@
 """Plans of layouts that are known to run on GPUs of 80 GB, and of some that are known not to."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,25 @@ def test_an_optimizer_on_the_host_takes_12_bytes_a_parameter_there_and_its_gradi
     assert sizes["a copy of the state while it is written"] == pytest.approx(12 * parameters, rel=0.01)
     (on_gpu,) = (row.bytes for row in training.rows if row.what == "optimizer")
     assert 8 * on_gpu == pytest.approx(12 * (1 - share) * parameters, rel=0.01)
+
+
+def test_stored_weights_are_divided_over_the_machines_that_train_and_each_server_of_a_machine_has_a_copy() -> None:
+    layout = next(layout for layout in LAYOUTS if layout.script == "run-qwen3-30B-A3B")
+    subject = subject_of(layout.config, layout.script, "h100", memory_of_this_machine=64e9)
+
+    def held(**sections: dict[str, Any]) -> dict[str, float]:
+        """Copies of the weights in bfloat16 on a machine, by what they are for."""
+        changed = {name: getattr(subject.config, name).model_copy(update=own) for name, own in sections.items()}
+        plan = plan_of(replace(subject, config=subject.config.model_copy(update=changed)))
+        whole = 2 * plan.model.parameters
+        return {row.what.split()[1]: row.bytes / whole for row in plan.memory[-1].rows if "stored weights" in row.what}
+
+    assert held(checkpoint={"store_weights": False}) == {}
+    assert held() == {"last": 2}
+    assert held(training={"world_size": 32}) == {"last": pytest.approx(2 / 4)}
+    assert held(rollout={"dtype": "float32"}) == {"last": 4}
+    two_a_machine = {"num_gpus_per_engine": 4, "num_engines": 5}
+    assert held(fleet={"update_weight_transport": "store"}, rollout=two_a_machine) == {"last": 2, "engines'": 2}
 
 
 def test_pinned_copies_take_powers_of_two() -> None:

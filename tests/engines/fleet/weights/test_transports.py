@@ -112,7 +112,8 @@ def test_a_server_gets_what_changed_since_the_version_that_it_has(fleet: Fleet, 
     for _ in range(3):
         version, base = train_once(fleet), versions[-1].digest if versions else None
         digest = training.checksum_at(version, "float32")
-        files = training.write_version(version, str(tmp_path), f"v{version}", "float32", digest, base)
+        training.copy_version(version, "float32", digest, base)
+        files = training.write_version(str(tmp_path), f"v{version}")
         versions.append(StoredVersion(str(version), digest, tuple(files)))
         update(version)
         verify(fleet)
@@ -120,7 +121,8 @@ def test_a_server_gets_what_changed_since_the_version_that_it_has(fleet: Fleet, 
             (whole,) = files
             Path(tmp_path, whole.path).rename(tmp_path / "away")  # not read again by who has it
     digest = training.checksum_at(version, "float32")
-    files = training.write_version(version, str(tmp_path), "same", "float32", digest, digest)
+    training.copy_version(version, "float32", digest, digest)
+    files = training.write_version(str(tmp_path), "same")
     versions.append(StoredVersion("without a change", digest, tuple(files)))
     update(version)  # its ranks receive nothing, and have the checksum of all
     send(fleet, version, by("tensor", tmp_path))
