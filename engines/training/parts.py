@@ -85,7 +85,7 @@ class IndexFile(HashedFile):
 class Index(BaseModel):
     """Content of an index."""
 
-    chunk_bytes: Annotated[int, Field(gt=0, multiple_of=_ALIGNMENT)]
+    chunk_bytes: Annotated[int, Field(gt=0, le=RANGE_BYTES, multiple_of=_ALIGNMENT)]
     files: list[PartFile]
     tensors: list[tuple[str, _Count, tuple[_Count, ...]]]
     """Name, columns and shape of every whole tensor of which there is a part."""
@@ -373,10 +373,10 @@ def _check_names(
         raise Damaged(f"checkpoint {saved.folder} lacks {_listed(lacking)} ({len(lacking)} in all)")
     if unknown := sorted(name for name in saved.shapes.keys() - known if wanted(name)):
         raise Damaged(f"checkpoint {saved.folder} holds {_listed(unknown)}, which the model does not have")
-    for name, ((region, _), *_) in targets.items():
-        if saved.shapes[name] != region.shape:
+    for name, shape in {(part.region.name, part.region.shape): None for file in saved.files for part in file.parts}:
+        if name in targets and shape != targets[name][0][0].shape:
             raise Damaged(
-                f"checkpoint {saved.folder} holds {name} as {saved.shapes[name]}, where the model has {region.shape}: "
+                f"checkpoint {saved.folder} holds {name} as {shape}, where the model has {targets[name][0][0].shape}: "
                 "it is a checkpoint of another model"
             )
 

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from cairn.storage.ledger.commits import Commit, Step, parse_commit_name
 from cairn.storage.records import Record
-from cairn.storage.store.errors import Damaged
+from cairn.storage.store.errors import Damaged, naming_damaged
 
 VALUE = "stored"
 """Name of the value in a sync step's commit."""
@@ -25,7 +25,7 @@ class Stored(Record):
     """How the weights of a sync step are stored."""
 
     format: int = FORMAT
-    base: str | None = None
+    base: str | None = Field(None, pattern=r"^[0-9]{6}/sync$")
     """Name of the commit that this is a difference to, such as `000041/sync`; None for whole weights."""
     base_digest: str | None = None
     """Digest of that commit."""
@@ -38,8 +38,8 @@ class Stored(Record):
 
 
 def stored(commit: Commit) -> Stored | None:
-    """Return how the weights of a sync step are stored; None where they are not. Raises Damaged for an unknown
-    format."""
+    """Return how the weights of a sync step are stored; None where they are not. Raises Damaged where the commit does
+    not say so in a format that this version reads."""
     value = commit.values.get(VALUE)
     if value is None:
         return None
@@ -47,7 +47,8 @@ def stored(commit: Commit) -> Stored | None:
         raise Damaged(
             f"{commit.name} stores weights in another format than {FORMAT}, which this version of Cairn reads"
         )
-    return Stored.model_validate(value)
+    with naming_damaged(f"value {VALUE!r} of {commit.name}"):
+        return Stored.model_validate(value)
 
 
 Find = Callable[[int, Step, str | None], Commit | None]
@@ -61,7 +62,7 @@ def base_of(find: Find, commit: Commit) -> Commit | None:
     if how is None or how.base is None:
         return None
     iteration, step, shard = parse_commit_name(how.base)
-    base = find(iteration, step, shard) if step is Step.SYNC and iteration < commit.iteration else None
+    base = find(iteration, step, shard) if iteration < commit.iteration else None
     if base is None or base.digest != how.base_digest or stored(base) is None:
         found = "is missing" if base is None else f"has digest {base.digest}"
         raise Damaged(

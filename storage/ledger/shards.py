@@ -139,10 +139,14 @@ class Records:
     def all(self, listed: Sequence[int]) -> list[Commit]:
         """Return the commits of the records with these numbers and of those read before. Requests are parallel."""
         with self._lock:
-            paths = [self._path(number) for number in range(self._number, max(listed, default=-1) + 1)]
+            numbers, known = range(self._number, max(listed, default=-1) + 1), frozenset(listed)
+            gap = next((self._path(number) for number in numbers if number not in known), None)
+            if gap is not None and not self._store.exists(gap):  # before a forged number has all below it read
+                raise _missing(gap)
+            paths = list(map(self._path, numbers))
             for path, data in zip(paths, self._store.read_many(paths), strict=True):
                 if data is None:
-                    raise Damaged(f"{path} is missing, although later records exist")
+                    raise _missing(path)
                 self._add(path, data)
             return list(self._commits.values())
 
@@ -187,6 +191,10 @@ class Records:
 
     def _path(self, number: int) -> str:
         return layout.record(self._run, self._iteration, number)
+
+
+def _missing(path: str) -> Damaged:
+    return Damaged(f"{path} is missing, although later records exist")
 
 
 class RecentRecords:

@@ -18,6 +18,7 @@ import itertools
 import pickle
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -197,7 +198,7 @@ def serve(connection: int, parent: int, run: Callable[[Any, Question], Any], int
 
             try:
                 reply = "result", pickle.dumps(run(pickle.loads(content), ask))
-            except Exception as error:
+            except BaseException as error:  # such as sys.exit() in user code: the driver waits for every call
                 reply = "error", _dumped_error(error)
             del answers[number]
             send(number, *reply)
@@ -213,18 +214,33 @@ def serve(connection: int, parent: int, run: Callable[[Any, Question], Any], int
                     threading.Thread(target=execute, args=(number, content), daemon=True).start()
 
 
-def _dumped_error(error: Exception) -> bytes:
-    """Return an error by pickle, with its text for a driver that cannot load it."""
-    text = f"{type(error).__name__}: {error}"
+class Trace(Exception):
+    """Cause of an error that was raised beside the driver: its traceback there."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def _dumped_error(error: BaseException) -> bytes:
+    """Return an error by pickle, with its text and its traceback for a driver that cannot load it."""
+    trace = "".join(traceback.format_exception(error))
     try:
-        return pickle.dumps((pickle.dumps(error), text))
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # user code may define any error
+        text = type(error).__name__
+    try:
+        return pickle.dumps((pickle.dumps(error), text, trace))
     except Exception:
-        return pickle.dumps((None, text))
+        return pickle.dumps((None, text, trace))
 
 
 def _loaded_error(content: bytes) -> Exception:
-    dumped, text = pickle.loads(content)
+    """Return an error that was raised beside the driver, with its traceback there as its cause. One that is no
+    Exception, or cannot be loaded, is a RuntimeError."""
+    dumped, text, trace = pickle.loads(content)
+    error: object = None
     with suppress(Exception):
-        if dumped is not None and isinstance(error := pickle.loads(dumped), Exception):
-            return error
-    return RuntimeError(text)
+        error = None if dumped is None else pickle.loads(dumped)
+    raised = error if isinstance(error, Exception) else RuntimeError(text)
+    raised.__cause__ = Trace(trace)
+    return raised

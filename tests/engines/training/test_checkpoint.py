@@ -1,3 +1,4 @@
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from cairn.engines.training.checkpoint import in_buckets
 from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.types.errors import EngineError
 from cairn.storage.opening import open_store
+from cairn.storage.store.canonical import seal, unseal
 from cairn.storage.store.errors import Damaged
-from cairn.storage.store.store import Store
+from cairn.storage.store.store import Store, StoredFile
 from tests.engines.training.builders import make_batch, make_engine, model_folder
 from tests.older_checkpoints import save_torch, write_state
 
@@ -174,6 +176,41 @@ def test_tensors_that_do_not_fit_the_model_are_named(folder: Path, store: Store)
         load(lambda tensors: tensors.update({"exp_avg.extra": torch.zeros(1)}))
     with pytest.raises(Damaged, match=rf"holds parameters.{norm} as \(3,\), where the model has \(64,\)"):
         load(lambda tensors: tensors.update({f"parameters.{norm}": torch.zeros(3)}))
+
+
+def claim_one_huge_chunk(index: dict[str, Any]) -> None:
+    index["chunk_bytes"] = 2**62
+    for file in index["files"]:
+        file |= {"bytes": 2**62, "chunks": file["chunks"][:1]}
+
+
+def split_into_two_shapes(index: dict[str, Any]) -> None:
+    (name, columns, shape), part = index["tensors"][0], index["parts"][0]
+    assert part["tensor"] == 0
+    middle, offset = 8 * (shape[0] * columns // 16), part["offset"]
+    size = {"float32": 4, "bfloat16": 2}[part["dtype"]]
+    first = {**part, "tensor": len(index["tensors"]), "place": [*part["place"][:5], middle, *part["place"][6:]]}
+    second = {**part, "offset": offset + middle * size, "place": [*part["place"][:4], middle, *part["place"][5:]]}
+    index["tensors"].append([name, columns, [2**70, *shape[1:]]])
+    index["parts"][:1] = [first, second]
+
+
+@pytest.mark.parametrize("forge", [claim_one_huge_chunk, split_into_two_shapes])
+def test_a_forged_index_is_damage_to_every_rank(
+    folder: Path, store: Store, forge: Callable[[dict[str, Any]], None]
+) -> None:
+    """Any other error would be raised by one rank alone, while the others wait for what it should have read."""
+    engine = trained(folder)
+    engine.save(store, "c")
+    index = unseal(store.read("c/00000.index.json"))
+    forge(index)
+    data = seal(index)
+    store.write("c/00000.index.json", data)
+    file = StoredFile("c/00000.index.json", len(data), hashlib.sha256(data).hexdigest())
+    digest = engine.state_digest()
+    parts.write_description(store, "c/training_state.json", [file], weight_version=2, state_digest=digest)
+    with pytest.raises(Damaged):
+        make_engine(folder).load(store, "c")
 
 
 def test_older_files_that_do_not_fit_the_model_are_named(folder: Path, store: Store) -> None:

@@ -168,6 +168,20 @@ def test_any_changed_byte_of_a_record_is_damage_that_names_it(
     assert (Fault.UNREADABLE, path) in {(finding.fault, finding.path) for finding in findings}
 
 
+def test_a_forged_number_of_a_record_is_damage_at_once(ledger: Ledger, store: Store) -> None:
+    commit_round(ledger, SHARDS[:1])
+    store.write(layout.record("run", 0, layout.LAST_NUMBER), b"{}")
+    gap = layout.record("run", 0, len(records_of(ledger)) - 1)
+    began = time.monotonic()
+    with pytest.raises(Damaged, match=f"{gap} is missing"):
+        Ledger.open(store, "run").commits(0)
+    taken = Ledger.open(store, "run")
+    taken.acquire(takeover=True)
+    with pytest.raises(Damaged, match=f"{gap} is missing"):
+        taken.find(0, Step.ROLLOUT, SHARDS[0])
+    assert time.monotonic() - began < 30, "a million records are looked for"
+
+
 def test_records_of_long_commits_are_split(store: Store) -> None:
     Ledger.create(store, "run", {})
     inputs = {f"000000/rollout.{number:05d}": "0" * 64 for number in range(10_000)}

@@ -4,10 +4,12 @@ import json
 from collections.abc import Iterator
 
 import pytest
+from pydantic import JsonValue
 
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.ledger.publications import VALUE
 from cairn.storage.ledger.redacted import Fault, Finding
 from cairn.storage.store import canonical
 from cairn.storage.store.store import Store
@@ -88,6 +90,22 @@ def test_a_forged_commit_breaks_the_chain(ledger: Ledger) -> None:
     ledger.store.write(path, canonical.seal(fields))
     (finding,) = _findings(ledger)
     assert (finding.fault, finding.path) == (Fault.INPUT_DIFFERS, layout.commit(ledger.run, 0, Step.TRAIN))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"format": 1},
+        {"format": 1, "whole_bytes": -1},
+        {"format": 1, "whole_bytes": 1, "base": "anything"},
+        {"format": 1, "whole_bytes": 1, "base": "-00001/sync"},
+        {"format": 1, "whole_bytes": 1, "base": "000001/sync"},
+        {"format": 2, "whole_bytes": 1},
+    ],
+)
+def test_a_forged_description_of_stored_weights_is_found(ledger: Ledger, how: dict[str, JsonValue]) -> None:
+    synced = commit_step(ledger, 1, Step.SYNC, values={VALUE: how})
+    assert [(one.fault, one.path) for one in _findings(ledger)] == [(Fault.INPUT_DIFFERS, synced.path)]
 
 
 def test_a_deleted_commit_is_found_through_what_was_made_from_it(ledger: Ledger) -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.retries import error_class
 from cairn.tasks.selecting.filter import BatchNotFilled
 from cairn.tasks.step_process import MODULE
+from tests.tasks.durable.raising import Mute
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 WHOLE = """
@@ -136,3 +138,34 @@ def test_what_the_grader_raises_reaches_the_driver_as_it_was(
         with pytest.raises(Full) as raised:
             iteration(run, DirectSteps(run), 0)
         assert raised.value is error
+
+
+@pytest.fixture(scope="module")
+def raising() -> Iterator[StepProcess]:
+    with closing(StepProcess("tests.tasks.durable.raising")) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "text"),
+    [
+        ("exit", RuntimeError, "SystemExit: enough"),
+        ("cancelled", RuntimeError, "CancelledError: late"),
+        ("interrupted", RuntimeError, "KeyboardInterrupt"),
+        ("mute", Mute, None),
+        ("cannot be loaded", RuntimeError, "Demanding: no key in row 3"),
+        ("cannot be dumped", RuntimeError, "KeyError"),
+        ("common", KeyError, "'answer'"),
+    ],
+)
+def test_whatever_a_body_raises_ends_its_call_with_the_place_of_the_error(
+    raising: StepProcess, name: str, kind: type[Exception], text: str | None
+) -> None:
+    pool = ThreadPoolExecutor(1)
+    call = pool.submit(raising.call, name, lambda question: question)
+    pool.shutdown(wait=False)
+    with pytest.raises(kind) as error:
+        call.result(20)
+    assert type(error.value) is kind
+    assert text is None or text in str(error.value)
+    assert "in users_function" in str(error.value.__cause__)
