@@ -4,25 +4,21 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from cairn.configs.kinds import LOSS, declared
-from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.processes.fingerprint import TORCH, engine_environment
-from cairn.engines.training.aggregations import NO_WEIGHT, Weight, sequence_weights
+from cairn.engines.training.aggregations import Weight, sequence_weights
 from cairn.engines.training.batching import MicroBatch, check_batch, check_fields, check_steps, split_steps
 from cairn.engines.training.checkpoint import Described, Holds, read_sealed
-from cairn.engines.training.collate import collate_trained
-from cairn.engines.training.losses.objective import correction_weights
+from cairn.engines.training.losses.objective import reads_whole_steps, with_whole_step
 from cairn.engines.training.needs import has_critic
 from cairn.engines.training.optimizer import learning_rate, weight_decay
 from cairn.engines.training.parts import (
@@ -36,6 +32,7 @@ from cairn.engines.training.parts import (
     write_copy,
     write_description,
 )
+from cairn.engines.training.process import gathered
 from cairn.engines.training.protocol import over_steps
 from cairn.engines.training.rows import Rows
 from cairn.engines.training.sharding import raising_together
@@ -47,67 +44,6 @@ from cairn.storage.records import Environment
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store, StoredFile
-
-
-def with_picked(batch: TrainBatch, sequences: Sequence[int], algorithm: AlgorithmConfig) -> TrainBatch:
-    """Return the batch with the tokens that the loss picks, to treat them differently in an optimizer step.
-
-    Returns the batch itself where the loss picks none. The loss picks from all trained tokens of the step, by their
-    advantages and log-probs before the update. Every rank has these of all samples (`reads_whole_steps`), so all ranks
-    pick the same tokens, however the step is then cut into micro-batches and spread over ranks.
-
-    Raises BadPlugin where the loss does not pick by one bool for each token.
-
-    Args:
-        sequences: sequences of the optimizer step that have a trained token.
-    """
-    picks = declared(LOSS.load(algorithm.loss)).picks
-    if picks is None:
-        return batch
-    assert batch.advantages is not None
-    assert batch.old_log_probs is not None
-    masks = [batch.loss_mask[i].astype(bool) for i in sequences]
-    advantages, log_probs = (
-        np.concatenate([field[i][mask] for i, mask in zip(sequences, masks, strict=True)])
-        for field in (batch.advantages, batch.old_log_probs)
-    )
-    chosen = np.asarray(picks(advantages, log_probs, algorithm))
-    if chosen.shape != advantages.shape or chosen.dtype != bool:
-        raise BadPlugin(
-            f"the loss {algorithm.loss!r} picks {chosen.dtype} of shape {chosen.shape}: return "
-            f"[{len(advantages)}] bool, one for each trained token of the optimizer step"
-        )
-    picked = [np.zeros(length, bool) for length in batch.response_lengths]
-    for i, mask, part in zip(sequences, masks, np.split(chosen, np.cumsum([m.sum() for m in masks])[:-1]), strict=True):
-        picked[i][mask] = part
-    return replace(batch, picked=picked)
-
-
-def mean_weight(batch: TrainBatch, sequences: Sequence[int], algorithm: AlgorithmConfig) -> float:
-    """Return the mean correction weight of an optimizer step, the divisor for `tis_batch_normalize`.
-
-    The mean is over tokens, or over sequences where the weights are those of whole responses. Weights of 0 do not
-    count; if there are no others, the mean is 1. It depends only on log-probs of the old policy and of the rollout
-    engine. Every rank has these of all samples (`reads_whole_steps`), so every rank computes the same number, however
-    the step is then cut into micro-batches and spread over ranks.
-
-    Args:
-        sequences: sequences of the optimizer step that have a trained token.
-    """
-    unrouted = replace(batch, routed_experts=None)  # which takes the most memory, and changes no weight
-    tokens = collate_trained(unrouted, sequences, [NO_WEIGHT] * len(sequences), torch.device("cpu"))
-    weights, _ = correction_weights(tokens, algorithm)
-    counted = (weights != 0).float()
-    if algorithm.tis_level != "token":
-        weights, counted = tokens.sums(weights), tokens.sums(counted)
-        weights, counted = weights / counted.clamp(min=1), (counted > 0).float()
-    total = float(counted.sum())
-    return float(weights.double().sum()) / total if total else 1.0
-
-
-def reads_whole_steps(algorithm: AlgorithmConfig) -> bool:
-    """Return whether every rank needs the tokens of all sequences of an optimizer step, and not only of its own."""
-    return algorithm.tis_batch_normalize or declared(LOSS.load(algorithm.loss)).picks is not None
 
 
 @dataclass(frozen=True)
@@ -307,7 +243,7 @@ class ExactlyOnceEngine(ABC):
         self._require_ready()
         held, _, (step,) = self._planned_steps(batch, num_steps, 1)
         self._interrupted = "gradient_digests" if self._world_size > 1 else None  # as in `train`
-        held = self._with_whole_step(held, step)
+        held = with_whole_step(held, step.trained, self._algorithm)
         first, second = (self._gradient_digest(held, step) for _ in range(2))
         self._interrupted = None
         return first, second
@@ -361,9 +297,7 @@ class ExactlyOnceEngine(ABC):
         with raising_together(self._world_size, self._device):
             self.copy_state()
             written = self.write_copy(store, folder)
-        every: list[Any] = [written] * self._world_size
-        if self._world_size > 1:
-            dist.all_gather_object(every, written)
+        every = gathered(written, self._world_size)
         with raising_together(self._world_size, self._device):
             if self._rank == 0:
                 written = [file for own in every for file in own]
@@ -430,12 +364,6 @@ class ExactlyOnceEngine(ABC):
         lengths = {i: outline.tokens[i] for i, count in zip(samples, trained, strict=True) if count}
         return _OptimizerStep([*lengths], self._plan(lengths), weights)
 
-    def _with_whole_step(self, batch: TrainBatch, step: _OptimizerStep) -> TrainBatch:
-        """Return the batch with what its loss computes from a whole optimizer step."""
-        if self._algorithm.tis_batch_normalize:
-            batch = replace(batch, mean_correction=mean_weight(batch, step.trained, self._algorithm))
-        return with_picked(batch, step.trained, self._algorithm)
-
     def _scoring_plan(self, outline: BatchOutline) -> list[MicroBatch]:
         sizes = zip(outline.tokens, outline.response_lengths, strict=True)
         lengths = {i: tokens for i, (tokens, response) in enumerate(sizes) if response}
@@ -454,7 +382,7 @@ class ExactlyOnceEngine(ABC):
 
         No weight changes before all gradients are computed and finite.
         """
-        batch = self._with_whole_step(batch, step)
+        batch = with_whole_step(batch, step.trained, self._algorithm)
         metrics: dict[str, float] = {}
         for role in roles:
             metrics |= self._learners[role].accumulate_gradients(batch, step.micro_batches, step.weights)
@@ -477,10 +405,7 @@ class ExactlyOnceEngine(ABC):
         for learner in self._learners.values():
             learner.accumulate_gradients(batch, step.micro_batches, step.weights)
             parts += [fingerprint(gradient) for gradient in learner.gradients()]
-        of_ranks: list[Any] = [torch.stack(parts).tolist()] * self._world_size
-        if self._world_size > 1:
-            dist.all_gather_object(of_ranks, of_ranks[0])
-        return canonical.digest(of_ranks)
+        return canonical.digest(gathered(torch.stack(parts).tolist(), self._world_size))
 
     def _untrained(self, role: str) -> int:
         """Return the number of optimizer steps at the start of the run in which a role is not trained."""

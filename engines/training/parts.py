@@ -16,10 +16,9 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import islice, zip_longest
-from math import prod
-from typing import Annotated, Any
+from dataclasses import astuple, dataclass
+from itertools import groupby, islice, zip_longest
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, Field
 
 from cairn.engines.training.checkpoint import Described, HashedFile, write_sealed
+from cairn.engines.training.process import gathered
 from cairn.engines.training.regions import Region
 from cairn.engines.training.sharding import raise_together, raising_together
 from cairn.storage.store.canonical import seal, unseal
@@ -51,6 +51,9 @@ DTYPES = {
 NamedParts = Iterable[tuple[Region, torch.Tensor]]
 """Regions of whole tensors, and for each its elements [n]."""
 
+_Targets = dict[str, list[tuple[Region, torch.Tensor]]]
+"""Parts of each tensor that a rank holds, to be filled."""
+
 _Count = Annotated[int, Field(ge=0)]
 
 
@@ -70,7 +73,7 @@ class Part(BaseModel):
     """Index in `Index.tensors`."""
     dtype: str
     place: tuple[_Count, _Count, _Count, _Count, _Count, _Count, _Count, bool]
-    """Row, column, height, width, start, end, step and transposed of its region."""
+    """Fields of its region, from `row` on."""
     file: _Count
     """Index in `Index.files`."""
     offset: _Count
@@ -172,16 +175,7 @@ def write_copy(store: Store, folder: str, copy: HostCopy) -> list[StoredFile]:
         Part(
             tensor=numbers[region.name],
             dtype=str(dtype).removeprefix("torch."),
-            place=(
-                region.row,
-                region.column,
-                region.height,
-                region.width,
-                region.start,
-                region.end,
-                region.step,
-                region.transposed,
-            ),
+            place=astuple(region)[3:],
             file=file,
             offset=offset,
         )
@@ -248,10 +242,7 @@ class Saved:
         rank = dist.get_rank() if world_size > 1 else 0
         with raising_together(world_size, device):
             mine = [_read_index(store, folder, file) for file in state.indexes[rank::world_size]]
-        every: list[Any] = [mine] * world_size
-        if world_size > 1:
-            dist.all_gather_object(every, mine)
-        return cls(folder, [file for own in every for files in own for file in files])
+        return cls(folder, [file for own in gathered(mine, world_size) for files in own for file in files])
 
 
 def _read_index(store: Store, folder: str, described: IndexFile) -> list[_StoredFile]:
@@ -273,21 +264,13 @@ def _stored_files(folder: str, index: Index) -> list[_StoredFile]:
     parts: list[list[_StoredPart]] = [[] for _ in index.files]
     for part in index.parts:
         name, columns, shape = index.tensors[part.tensor]
-        row, column, height, width, start, end, step, transposed = part.place
-        dtype = DTYPES.get(part.dtype)
-        region = Region(name, shape, columns, row, column, height, width, start, end, step, transposed)
-        fits = (
-            dtype is not None
-            and height > 0
-            and width > 0
-            and step > 0
-            and start < end <= height * width
-            and column + (width - 1) * step < columns
-            and (row + height) * columns <= prod(shape)
-            and part.offset % _ALIGNMENT == 0
-            and part.offset + (end - start) * dtype.itemsize <= index.files[part.file].bytes
-        )
-        if not fits or dtype is None:
+        dtype, region = DTYPES.get(part.dtype), Region(name, shape, columns, *part.place)
+        if (
+            dtype is None
+            or not region.exists
+            or part.offset % _ALIGNMENT
+            or part.offset + len(region) * dtype.itemsize > index.files[part.file].bytes
+        ):
             raise ValueError(f"it puts a part of {name} where there is none")
         if parts[part.file] and parts[part.file][-1].offset >= part.offset:
             raise ValueError(f"it lists the parts of {index.files[part.file].name} out of order")
@@ -331,15 +314,13 @@ def read_parts(
         EngineError: another rank could not read its part.
     """
     rank = dist.get_rank() if world_size > 1 else 0
-    by_name: dict[str, list[tuple[Region, torch.Tensor]]] = {}
+    by_name: _Targets = {}
     for region, into in targets:
         by_name.setdefault(region.name, []).append((region, into))
-    every: list[Any] = [set(by_name)] * world_size
-    if world_size > 1:
-        dist.all_gather_object(every, set(by_name))
+    known = set().union(*gathered(set(by_name), world_size))
     with raising_together(world_size, device):
-        _check_names(saved, by_name, set().union(*every), wanted)
-    ranges = _assigned(saved, by_name, world_size, rank)
+        _check_names(saved, by_name, known, wanted)
+    ranges = _assigned(saved, by_name, world_size)
     error: Exception | None = None
     filled = dict.fromkeys(by_name, 0)
     with ThreadPoolExecutor(TRANSFERS, thread_name_prefix="checkpoint") as pool:
@@ -362,12 +343,7 @@ def read_parts(
     raise_together(error, world_size, device)
 
 
-def _check_names(
-    saved: Saved,
-    targets: dict[str, list[tuple[Region, torch.Tensor]]],
-    known: Set[str],
-    wanted: Callable[[str], bool],
-) -> None:
+def _check_names(saved: Saved, targets: _Targets, known: Set[str], wanted: Callable[[str], bool]) -> None:
     """Raise Damaged unless a checkpoint holds the tensors that the ranks know, and no others that are wanted."""
     if lacking := sorted(known - saved.shapes.keys()):
         raise Damaged(f"checkpoint {saved.folder} lacks {_listed(lacking)} ({len(lacking)} in all)")
@@ -385,9 +361,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(name.replace(".", " of ", 1) for name in names[:3])
 
 
-def _assigned(
-    saved: Saved, targets: dict[str, list[tuple[Region, torch.Tensor]]], world_size: int, rank: int
-) -> list[list[_Range]]:
+def _assigned(saved: Saved, targets: _Targets, world_size: int) -> list[list[_Range]]:
     """Return the ranges that each rank reads, in its order, the same on all ranks."""
     needed = np.array(
         [
@@ -401,31 +375,22 @@ def _assigned(
         ],
         dtype=bool,
     )
-    every: list[Any] = [needed] * world_size
-    if world_size > 1:
-        dist.all_gather_object(every, np.packbits(needed))
-        every = [np.unpackbits(bits, count=len(needed)).astype(bool) for bits in every]
-    of_chunks = np.stack(every)
+    packed = gathered(np.packbits(needed), world_size)
+    of_chunks = np.stack([np.unpackbits(bits, count=len(needed)) for bits in packed], axis=1)
     assigned: list[list[_Range]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
-    at = 0
+    begin = 0
     for number, file in enumerate(saved.files):
+        needed_by = [tuple(np.flatnonzero(ranks).tolist()) for ranks in of_chunks[begin : begin + len(file.chunks)]]
+        begin += len(file.chunks)
         most = max(1, RANGE_BYTES // file.chunk_bytes)
-        first = 0
-        while first < len(file.chunks):
-            ranks = tuple(np.flatnonzero(of_chunks[:, at + first]).tolist())
-            last = first + 1
-            while (
-                last < min(len(file.chunks), first + most)
-                and tuple(np.flatnonzero(of_chunks[:, at + last]).tolist()) == ranks
-            ):
-                last += 1
-            if ranks:
+        for ranks, group in groupby(range(len(file.chunks)), needed_by.__getitem__):
+            chunks = list(group)
+            for at in range(0, len(chunks) if ranks else 0, most):
+                own = chunks[at : at + most]
                 reader = min(ranks, key=lambda one: (loads[one], one))
-                loads[reader] += last - first
-                assigned[reader].append(_Range(number, first, last, ranks))
-            first = last
-        at += len(file.chunks)
+                loads[reader] += len(own)
+                assigned[reader].append(_Range(number, own[0], own[-1] + 1, ranks))
     return assigned
 
 
@@ -497,7 +462,7 @@ def _fill(
     file: _StoredFile,
     held: _Range,
     content: torch.Tensor,
-    targets: dict[str, list[tuple[Region, torch.Tensor]]],
+    targets: _Targets,
     filled: dict[str, int],
 ) -> None:
     for number in range(held.first, held.last):

@@ -1,10 +1,14 @@
-"""Preparation of a training rank's process before it computes, the same for any engine."""
+"""A training rank's process: its preparation before it computes, and what it tells those of other ranks."""
+
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.processes.libraries import prepare_trainer
+
+T = TypeVar("T")
 
 
 def prepare_process(training: TrainingConfig, device: torch.device) -> None:
@@ -32,3 +36,11 @@ def join_process_group(world_size: int) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if not dist.is_initialized() or dist.get_world_size() != world_size:
         raise ValueError(f"training.world_size is {world_size}: create a process group of as many ranks first")
+
+
+def gathered(value: T, world_size: int, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks, in their order; all of them take part."""
+    values = [value] * world_size
+    if world_size > 1:
+        dist.all_gather_object(values, value, group=group)
+    return values

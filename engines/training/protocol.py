@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch import distributed
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.collate import Tokens
+from cairn.engines.training.process import gathered
 
 # Merging of metrics: those named `…_max` by the largest share, all others by their sum or mean.
 
@@ -39,10 +39,7 @@ def merge(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 def merge_over_ranks(share: Mapping[str, float], world_size: int) -> dict[str, float]:
     """Merge the shares of all ranks. Called on all ranks; returns the same on each."""
-    shares: list[Mapping[str, float]] = [share] * world_size
-    if world_size > 1:
-        distributed.all_gather_object(shares, share)
-    return merge(shares)
+    return merge(gathered(share, world_size))
 
 
 def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

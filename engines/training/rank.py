@@ -110,17 +110,15 @@ class TrainingRank(WeightSource):
         that, all write whole weights. Raises WrongVersion if the engine is at another version.
         """
         import torch
-        from torch import distributed
 
+        from cairn.engines.training.process import gathered
         from cairn.engines.training.sharding import raising_together
         from cairn.engines.weights.versions import FILE_BYTES, VersionWriter
 
         self._require_version(version)
         self._versions = self._versions or VersionWriter(self._rank)
         ranks = self._training.world_size
-        keep = [self._versions.keeps(base)] * ranks
-        if ranks > 1:
-            distributed.all_gather_object(keep, keep[0])
+        keep = gathered(self._versions.keeps(base), ranks)
         device = torch.device("cuda" if self._training.num_gpus_per_rank > 0 else "cpu")
         with raising_together(ranks, device):
             buckets = self._started.export_weights(FILE_BYTES, in_turn=True)

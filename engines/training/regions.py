@@ -1,6 +1,7 @@
 """Parts of whole tensors that ranks hold, as places in the whole tensor, whatever the layout of ranks."""
 
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
@@ -28,9 +29,7 @@ class Region:
     @classmethod
     def rows(cls, name: str, shape: tuple[int, ...], row: int, height: int) -> "Region":
         """Return whole rows of a tensor, of which a scalar has one."""
-        columns = 1
-        for size in shape[1:]:
-            columns *= size
+        columns = prod(shape[1:])
         return cls(name, shape, columns, row, 0, height, columns, 0, height * columns)
 
     @classmethod
@@ -45,6 +44,16 @@ class Region:
     def geometry(self) -> tuple[int, int, int, int, int, int, bool]:
         """The rectangle and its order."""
         return self.columns, self.row, self.column, self.height, self.width, self.step, self.transposed
+
+    @property
+    def exists(self) -> bool:
+        """Whether it has elements, all of which lie in its tensor."""
+        return (
+            min(self.height, self.width, self.step) > 0
+            and self.start < self.end <= self.height * self.width
+            and self.column + (self.width - 1) * self.step < self.columns
+            and (self.row + self.height) * self.columns <= prod(self.shape)
+        )
 
     @property
     def offset(self) -> int | None:

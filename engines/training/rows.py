@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from cairn.engines.training.batching import check_batch
+from cairn.engines.training.process import gathered
 from cairn.engines.types.batches import BatchOutline, BatchReader
 from cairn.engines.types.errors import EngineError
 from cairn.engines.types.types import TrainBatch
@@ -71,10 +72,7 @@ class Rows:
         return reader.rows(part, wanted) if part < reader.parts else [None] * self._world_size
 
     def _gathered(self, value: Any) -> list[Any]:
-        values = [value] * self._world_size
-        if self._world_size > 1:
-            dist.all_gather_object(values, value, group=self._hosts())
-        return values
+        return gathered(value, self._world_size, self._hosts())
 
     def _exchanged(self, values: Sequence[Any]) -> list[Any]:
         """Send each rank its value, and return what all ranks sent to this one, by rank."""
@@ -91,8 +89,8 @@ class Rows:
         return [own if rank == self._rank else pickle.loads(part.numpy()) for rank, part in parts]
 
     def _hosts(self) -> dist.ProcessGroup | None:
-        """Return the group of all ranks over gloo; None where the default one is."""
-        if self._group is None and self._device.type != "cpu":
+        """Return the group of all ranks over gloo; None where the default one is, or where there is one rank."""
+        if self._group is None and self._device.type != "cpu" and self._world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         return self._group
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from cairn.engines.training.batching import PER_TOKEN
 from cairn.engines.types.types import SamplingSupport, TrainBatch
-from cairn.storage.ledger.schemas import ROUTED, TRAJECTORIES, TRAJECTORY_PROMPTS
+from cairn.storage.ledger.schemas import ROUTED, TRAJECTORY_PROMPTS
 
 # Conversion between the column of routed experts and the arrays that engines exchange.
 
@@ -55,13 +55,6 @@ def routed_experts(samples: pa.Table) -> list[np.ndarray | None] | None:
 
 Prompts = Sequence[Sequence[int] | np.ndarray | None]
 """Own prompts of a sample's trajectories; None for a trajectory that follows the sample's prompt."""
-
-
-def several_trajectories(samples: pa.Table) -> list[list[int] | None] | None:
-    """Return the token count of each trajectory of each sample, None for a sample with one trajectory. Return None if
-    all samples have one."""
-    column = samples.column(TRAJECTORIES.name)
-    return None if column.null_count == len(column) else column.to_pylist()
 
 
 def own_prompts(samples: pa.Table) -> list[Prompts | None]:

@@ -1,11 +1,12 @@
 """A run as its ledger records it: the results of its steps, without its engines."""
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 import pyarrow as pa
+from cachetools import LRUCache
 
 from cairn.configs.schema.run import RunConfig
 from cairn.storage.ledger.checked import CheckedTable
@@ -28,31 +29,19 @@ V = TypeVar("V")
 
 
 class _Recent(Generic[K, V]):
-    """LRU cache: the values that were used last, up to a total size. Thread-safe."""
+    """The values that were used last, up to a total size. Thread-safe."""
 
     def __init__(self, limit: int, size: Callable[[V], int]) -> None:
-        self._limit, self._size = limit, size
         self._lock = threading.Lock()
-        self._values: OrderedDict[K, V] = OrderedDict()
-        """The least recently used value first."""
-        self._total = 0
+        self._values: LRUCache[K, V] = LRUCache(limit, size)
 
     def get(self, key: K) -> V | None:
         with self._lock:
-            if key not in self._values:
-                return None
-            self._values.move_to_end(key)
-            return self._values[key]
+            return self._values.get(key)
 
     def add(self, key: K, value: V) -> None:
-        with self._lock:
-            if key in self._values:
-                self._total -= self._size(self._values.pop(key))
+        with self._lock, suppress(ValueError):  # larger than the limit
             self._values[key] = value
-            self._total += self._size(value)
-            while self._total > self._limit:
-                _, dropped = self._values.popitem(last=False)
-                self._total -= self._size(dropped)
 
 
 class Snapshots:

@@ -13,9 +13,8 @@ from cairn.configs.kinds import CORRECTION, LOSS, declared
 from cairn.configs.schema.algorithm import AlgorithmConfig, KLType
 from cairn.engines.training.aggregations import token_weights
 from cairn.engines.training.collate import Tokens, require_field
-from cairn.engines.training.exactly_once import mean_weight
 from cairn.engines.training.losses.kl import kl_divergence
-from cairn.engines.training.losses.objective import loss_and_metrics, masked
+from cairn.engines.training.losses.objective import loss_and_metrics, masked, mean_weight
 from cairn.engines.training.losses.value import value_loss
 from cairn.engines.types.types import TrainBatch
 from cairn.tasks.advantages.batch import ScoredBatch, normalise

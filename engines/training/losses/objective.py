@@ -1,15 +1,18 @@
 """Loss of a micro-batch and its metrics, under slime's names."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
-from cairn.configs.kinds import CORRECTION, LOSS
+from cairn.configs.kinds import CORRECTION, LOSS, declared
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.training.collate import Tokens, require_field
+from cairn.engines.training.aggregations import NO_WEIGHT
+from cairn.engines.training.collate import Tokens, collate_trained, require_field
 from cairn.engines.training.corrections import Correction
 from cairn.engines.training.limits import bounded
 from cairn.engines.training.losses.forward_kl_topk import forward_kl
@@ -17,6 +20,7 @@ from cairn.engines.training.losses.kl import kl_divergence
 from cairn.engines.training.needs import is_policy_gradient
 from cairn.engines.training.protocol import LARGEST, Loss
 from cairn.engines.training.vocabulary import WHOLE, Part, Softmax, evaluate
+from cairn.engines.types.types import TrainBatch
 
 
 def masked(log_probs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig) -> torch.Tensor:
@@ -207,3 +211,68 @@ def _per_token(returned: Any, count: int, who: str, what: str) -> tuple[torch.Te
 
 def _means(observed: Metrics, tokens: Tokens) -> Metrics:
     return {name: tokens.mean(values.detach()) for name, values in observed.items()}
+
+
+# What a loss computes from a whole optimizer step. Every rank has the fields that it reads of all of the step's samples
+# (`reads_whole_steps`), so all ranks compute the same, however the step is cut into micro-batches and spread over them.
+
+
+def reads_whole_steps(algorithm: AlgorithmConfig) -> bool:
+    """Return whether every rank needs the tokens of all sequences of an optimizer step, and not only of its own."""
+    return algorithm.tis_batch_normalize or declared(LOSS.load(algorithm.loss)).picks is not None
+
+
+def with_whole_step(batch: TrainBatch, sequences: Sequence[int], algorithm: AlgorithmConfig) -> TrainBatch:
+    """Return the batch with what its loss computes from the `sequences` of an optimizer step that have a trained
+    token."""
+    if algorithm.tis_batch_normalize:
+        batch = replace(batch, mean_correction=mean_weight(batch, sequences, algorithm))
+    return with_picked(batch, sequences, algorithm)
+
+
+def with_picked(batch: TrainBatch, sequences: Sequence[int], algorithm: AlgorithmConfig) -> TrainBatch:
+    """Return the batch with the tokens that the loss picks, to treat them differently in an optimizer step.
+
+    Returns the batch itself where the loss picks none. The loss picks from all trained tokens of the step, by their
+    advantages and log-probs before the update.
+
+    Raises BadPlugin where the loss does not pick by one bool for each token.
+    """
+    picks = declared(LOSS.load(algorithm.loss)).picks
+    if picks is None:
+        return batch
+    assert batch.advantages is not None
+    assert batch.old_log_probs is not None
+    masks = [batch.loss_mask[i].astype(bool) for i in sequences]
+    advantages, log_probs = (
+        np.concatenate([field[i][mask] for i, mask in zip(sequences, masks, strict=True)])
+        for field in (batch.advantages, batch.old_log_probs)
+    )
+    chosen = np.asarray(picks(advantages, log_probs, algorithm))
+    if chosen.shape != advantages.shape or chosen.dtype != bool:
+        raise BadPlugin(
+            f"the loss {algorithm.loss!r} picks {chosen.dtype} of shape {chosen.shape}: return "
+            f"[{len(advantages)}] bool, one for each trained token of the optimizer step"
+        )
+    picked = [np.zeros(length, bool) for length in batch.response_lengths]
+    for i, mask, part in zip(sequences, masks, np.split(chosen, np.cumsum([m.sum() for m in masks])[:-1]), strict=True):
+        picked[i][mask] = part
+    return replace(batch, picked=picked)
+
+
+def mean_weight(batch: TrainBatch, sequences: Sequence[int], algorithm: AlgorithmConfig) -> float:
+    """Return the mean correction weight of an optimizer step, the divisor for `tis_batch_normalize`.
+
+    The mean is over tokens, or over sequences where the weights are those of whole responses. Weights of 0 do not
+    count; if there are no others, the mean is 1. It depends only on log-probs of the old policy and of the rollout
+    engine.
+    """
+    unrouted = replace(batch, routed_experts=None)  # which takes the most memory, and changes no weight
+    tokens = collate_trained(unrouted, sequences, [NO_WEIGHT] * len(sequences), torch.device("cpu"))
+    weights, _ = correction_weights(tokens, algorithm)
+    counted = (weights != 0).float()
+    if algorithm.tis_level != "token":
+        weights, counted = tokens.sums(weights), tokens.sums(counted)
+        weights, counted = weights / counted.clamp(min=1), (counted > 0).float()
+    total = float(counted.sum())
+    return float(weights.double().sum()) / total if total else 1.0

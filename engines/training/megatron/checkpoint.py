@@ -40,6 +40,7 @@ from cairn.engines.training.checkpoint import (
 from cairn.engines.training.megatron.learner import MegatronLearner, Reference
 from cairn.engines.training.megatron.metadata import METADATA, TENSORS, read_metadata, write_folder
 from cairn.engines.training.megatron.state import own_loaded_state
+from cairn.engines.training.process import gathered
 from cairn.engines.training.sharding import raising_together
 from cairn.engines.types.errors import EngineError
 from cairn.storage.store.errors import Damaged
@@ -66,16 +67,13 @@ def fetched(store: Store, folder: str, files: Sequence[CheckpointFile], device: 
         Damaged: a file is missing, altered, or not what Megatron writes.
         EngineError: another rank could not fetch its files.
     """
-    rank = dist.get_rank()
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    hosts = gathered(socket.gethostname(), world_size)
     mates = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     with tempfile.TemporaryDirectory(prefix="cairn-megatron-") as own:
-        folders: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(folders, own)
-        local = Path(folders[mates[0]])
+        local = Path(gathered(own, world_size)[mates[0]])
         tensors = [file for file in files if _holds_tensors(file)]
-        with raising_together(dist.get_world_size(), device):
+        with raising_together(world_size, device):
             for file in tensors[mates.index(rank) :: len(mates)]:
                 _fetch(store, f"{folder}/{file.name}", file, local / Path(file.name).name)
             if rank == mates[0]:

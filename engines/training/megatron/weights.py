@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from cairn.engines.models.folders import open_weights
 from cairn.engines.models.quantized import Slice
 from cairn.engines.training.megatron.families.base import Layout, Source, Stretch
+from cairn.engines.training.process import gathered
 from cairn.engines.training.regions import Region
 from cairn.engines.types.errors import BadModel
 
@@ -353,8 +354,7 @@ class Ownership:
         """Determine the owners among the members of a group, by default among all ranks. All of them take part and get
         the same result; an owner is a place in the group."""
         mine = [(block, parameter.trained) for parameter in parameters for block in parameter.blocks]
-        every: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(every, mine, group=group)
+        every = gathered(mine, dist.get_world_size(group), group)
         owners: dict[tuple[str, int, int], tuple[int, Block]] = {}
         frozen = set()
         for rank, blocks in enumerate(every):

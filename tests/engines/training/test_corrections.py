@@ -13,8 +13,7 @@ import torch
 from hypothesis import given, settings
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.training.exactly_once import mean_weight
-from cairn.engines.training.losses.objective import correction_weights, loss_and_metrics, masked, mismatch
+from cairn.engines.training.losses.objective import correction_weights, loss_and_metrics, masked, mean_weight, mismatch
 from cairn.engines.training.needs import scores_needed
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
 from tests.engines.training.ragged import Response, batch_of, responses, tokens_of

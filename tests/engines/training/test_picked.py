@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from cairn.configs.kinds import plugin
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.training.exactly_once import with_picked
 from cairn.engines.training.losses import clip_cov, kl_cov
+from cairn.engines.training.losses.objective import with_picked
 from cairn.engines.training.needs import scores_needed
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
 
