@@ -1,7 +1,7 @@
 """Cost of a long history: requests and seconds on a Ceph object gateway, by the number of iterations of a run.
 
     python -m bench.ledger [--iterations 100 1000 10000] [--shards 2] [--read 1000] [--epochs 1000] [--smoke]
-        [--json FILE]
+        [--store URL] [--json FILE]
 
 Writes runs of two or more shards of rollout and reward an iteration, filter, advantage, train and sync, with a
 checkpoint and a benchmark every tenth, as a driver writes them, but without the snapshots' files, which no listing
@@ -16,9 +16,11 @@ measures, each with its own connection, and counting every HTTP request:
   verify   `cairn verify`: all commits; for runs up to `--read` iterations, because it takes minutes on longer ones
   gc       `cairn gc`, a dry run; for the same runs
   acquire  acquiring a lease that has changed hands `--epochs` times
+  memory   resident memory of a process that resumes the run and commits three more iterations, with everything that a
+           driver imports; engines and Prefect's server are not started, and no samples pass through it
 
 The gateway is a real one, from Debian's packages (see tests/ceph/rgw.py), on this machine: for a remote store, add a
-network round trip to each request.
+network round trip to each request. `--store FOLDER` measures local files, without requests.
 """
 
 import argparse
@@ -26,7 +28,10 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import chain, groupby
+from multiprocessing import get_context
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -34,7 +39,7 @@ import s3fs
 from rich.console import Console
 from rich.table import Table
 
-from bench.command import parse
+from bench.command import parse, say
 from bench.gateway import STORE_HELP, bucket
 from cairn.configs import loader
 from cairn.configs.schema.run import RunConfig
@@ -46,8 +51,10 @@ from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.leases import Lease, Outcome
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.shards import SHARED, record_bytes
+from cairn.storage.opening import open_store
 from cairn.storage.records import Environment
 from cairn.storage.store.s3 import S3Store
+from cairn.storage.store.store import Store
 from cairn.storage.upkeep.collector import garbage
 from cairn.storage.upkeep.retention import newest_checkpoint
 from cairn.storage.upkeep.verification import verify
@@ -64,6 +71,8 @@ OF_A_RECORD = 32
 WHOLE = 20
 """Iterations at the end of a long run whose commits can be read: as far back as a driver looks for its newest
 checkpoint."""
+MORE = 3
+"""Iterations that a resumed run is continued for."""
 WRITERS = 2
 REQUESTS = 16
 
@@ -80,6 +89,13 @@ class CountingStore(S3Store):
 
     def _count_request(self, **_: Any) -> None:
         self.requests += 1
+
+
+def opened(url: str) -> Store:
+    """Return the store at a URL; an object store counts its requests."""
+    if url.startswith("s3://"):
+        return CountingStore(url)
+    return open_store(url)
 
 
 def config_of(iterations: int) -> RunConfig:
@@ -166,7 +182,7 @@ def unread_files(run: str, iterations: int) -> Iterator[tuple[str, bytes]]:
 
 def write_share(url: str, run: str, iterations: int, shards: Sequence[str], first: int, share: int) -> None:
     """Create every `WRITERS`-th file of a run; those before the iteration `first` cannot be read."""
-    store = S3Store(url)
+    store = opened(url)
     files = chain(unread_files(run, first), files_of(run, iterations, shards, first))
     with ThreadPoolExecutor(REQUESTS) as pool:
         mine = (file for number, file in enumerate(files) if number % WRITERS == share)
@@ -179,18 +195,20 @@ def write_run(url: str, iterations: int, shards: Sequence[str] = TWO, whole: int
     `whole`: only the last iterations can be read, so many.
     """
     run, first = f"run-{iterations}", 0 if whole is None else iterations - whole
-    ledger = Ledger.create(S3Store(url), run, config_of(iterations).model_dump(mode="json"))
-    ledger.acquire().release(Outcome.STOPPED)
+    ledger = Ledger.create(opened(url), run, config_of(iterations).model_dump(mode="json"))
+    lease = ledger.acquire()
+    lease.iteration = iterations - 1
+    lease.release(Outcome.STOPPED)
     with ProcessPoolExecutor(WRITERS) as pool:
         places = [(url, run, iterations, shards, first, share) for share in range(WRITERS)]
         list(pool.map(write_share, *zip(*places, strict=True)))
     return run
 
 
-def resume_requests(store: S3Store, run: str, shards: Sequence[str] = TWO) -> Lease:
-    """Send all requests of a driver until the first step that is not committed."""
+def resume(store: Store, run: str, shards: Sequence[str] = TWO) -> RunContext:
+    """Send all requests of a driver until the first step that is not committed. Return the run, which has a lease."""
     ledger = Ledger.open(store, run)
-    lease = ledger.acquire()
+    ledger.acquire()
     config = loader.from_manifest(ledger.manifest.config)
     nothing = cast(Any, None)
     fleet: Any = SimpleNamespace(
@@ -227,18 +245,71 @@ def resume_requests(store: S3Store, run: str, shards: Sequence[str] = TWO) -> Le
     saved = newest_checkpoint(context.ledger, newest)
     assert newest < 10 or saved is not None
     assert context.find(newest, Step.SYNC) is None
-    return lease
+    return context
 
 
-def measure(url: str, work: Callable[[S3Store], Any]) -> tuple[int, float]:
+def release(run: RunContext) -> None:
+    """End the driver of a resumed run."""
+    assert run.ledger.lease is not None
+    run.ledger.lease.release(Outcome.STOPPED)
+
+
+def go_on(run: RunContext, shards: Sequence[str], first: int, iterations: int) -> None:
+    """Commit iterations from `first` on as a driver does: its shards at a time, in records."""
+
+    def commit(one: Commit) -> None:
+        fields = {name: getattr(one, name) for name in one.model_fields_set & _GIVEN}
+        shared = one.step in SHARED
+        with run.ledger.running(one.iteration) if shared else nullcontext():
+            attempt = run.ledger.attempt(one.iteration, one.step, one.shard)
+            run.commit(**fields, attempt=attempt, started_at=time.time(), shared=shared)
+
+    with ThreadPoolExecutor(len(shards)) as pool:
+        made = commits_of(run.ledger.run, first + iterations, shards, first)
+        for (_, shared), commits in groupby(made, lambda one: (one.iteration, one.step in SHARED)):
+            if shared:
+                list(pool.map(commit, commits))
+                continue
+            for one in commits:
+                commit(one)
+
+
+_GIVEN = {
+    *("iteration", "step", "shard", "inputs", "config_digest", "environment", "weight_version_in"),
+    *("weight_version_out", "state_digest", "values", "metrics", "timings"),
+}
+
+
+def memory(url: str, run: str, shards: Sequence[str]) -> list[int]:
+    """Resume a run and continue it in this process, which does nothing else. Return its resident memory in bytes before
+    that, after the resume and after each iteration, and the peak."""
+    found = [_status("VmRSS")]
+    resumed = resume(opened(url), run, shards)
+    found.append(_status("VmRSS"))
+    newest = resumed.ledger.last_iteration()
+    assert newest is not None
+    for index in range(newest + 1, newest + 1 + MORE):
+        go_on(resumed, shards, index, 1)
+        assert resumed.find(index, Step.TRAIN) is not None
+        found.append(_status("VmRSS"))
+    release(resumed)
+    return [*found, _status("VmHWM")]
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def measure(url: str, work: Callable[[Store], Any]) -> tuple[int, float]:
     """Return the number of requests and the seconds of a piece of work, on a new connection."""
-    store = CountingStore(url)
+    store = opened(url)
     began = time.perf_counter()
     work(store)
-    return store.requests, time.perf_counter() - began
+    return getattr(store, "requests", 0), time.perf_counter() - began
 
 
-def acquire_many(store: S3Store, run: str, epochs: int) -> None:
+def acquire_many(store: Store, run: str, epochs: int) -> None:
     """Change the lease's holder `epochs` times."""
     for _ in range(epochs):
         Lease.acquire(store, run).release(Outcome.STOPPED)
@@ -251,7 +322,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=len(TWO), help="of a round")
     parser.add_argument("--read", type=int, default=1000, help="longest run that is read as a whole")
     parser.add_argument("--epochs", type=int, default=1000)
-    parser.add_argument("--store", metavar="URL", help=STORE_HELP)
+    parser.add_argument("--store", metavar="URL", help=f"{STORE_HELP}; or a folder")
     arguments = parse(parser, iterations=[12], epochs=3)
     console, found = Console(), []
     shards = [f"00-{part:03d}" for part in range(arguments.shards)]
@@ -267,16 +338,21 @@ def main() -> None:
             began = time.perf_counter()
             run = write_run(url, iterations, shards, None if iterations <= arguments.read else WHOLE)
             console.print(f"{iterations} iterations written in {time.perf_counter() - began:.0f} s")
-            leases: list[Lease] = []
-            cost = measure(url, lambda store, run=run, to=leases: to.append(resume_requests(store, run, shards)))
+            resumed: list[RunContext] = []
+            cost = measure(url, lambda store, run=run, to=resumed: to.append(resume(store, run, shards)))
             note("resume", iterations, cost)
-            leases[0].release(Outcome.STOPPED)
+            release(resumed.pop())
             note("status", iterations, measure(url, lambda store, run=run: run_status(store, run)))
             note("runs", iterations, measure(url, all_runs))
             if iterations <= arguments.read:
                 cost = measure(url, lambda store, run=run: list(verify(Ledger.open(store, run))))
                 note("verify", iterations, cost)
                 note("gc", iterations, measure(url, lambda store, run=run: list(garbage(Ledger.open(store, run)))))
+            say("memory")
+            with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
+                resident = fresh.submit(memory, url, run, shards).result()
+            found.append({"work": "memory", "iterations": iterations, "bytes": resident})
+            table.add_row("memory, MB", str(iterations), "", ", ".join(f"{size / 1e6:.0f}" for size in resident))
         first = f"run-{arguments.iterations[0]}"
         measure(url, lambda store: acquire_many(store, first, arguments.epochs))
         cost = measure(url, lambda store: Lease.acquire(store, first).release(Outcome.STOPPED))

@@ -23,8 +23,11 @@ file is created exclusively, so it is either a valid commit that the new driver 
 
 A check holds for one try and not for a time. For a time it would need a clock that runs while the process does not. The
 monotonic clock stands still while the machine sleeps, and all clocks of a virtual machine do while that is paused: it
-would resume with an old check that looks fresh. Checks are few all the same, because shards share files of commits
-(`cairn.storage.ledger.shards`).
+would resume with an old check that looks fresh. After a takeover that would be harmless, by the paragraph above. After
+a deletion it would not: its commit could be the first in a new run of that name. Checks are few all the same, because
+shards share files of commits (`cairn.storage.ledger.shards`).
+
+Renewals also record an iteration that has files, so that the next holder finds the newest one without a search.
 
 No decision depends on the wall clock. A local process is identified by the kernel tick, counted since the boot, at
 which it started. A watcher times the changes of a remote holder by its own monotonic clock. The times in a lease are
