@@ -4,7 +4,9 @@ An engine gets its configuration through a view of exactly these options. Their 
 calls the engine, so a sample or an update records which engine made it.
 """
 
+from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 
 from cairn.configs.schema.base import Section
 from cairn.configs.view import Reader, reads_under
@@ -160,6 +162,23 @@ LAYOUT: tuple[str, ...] = (
 )
 """Options that place the work of a run on its ranks and engines. Other values give the same results but for rounding,
 so a run may change them while it goes on (`cairn resume --set`)."""
+
+
+_MISSING: Any = object()
+
+
+def layout_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return (value before, value after) of each option of the layout in which two configurations in JSON values
+    differ, by its dotted name. Options that the version that wrote one of them did not have are left out."""
+    found = {name: (_value(before, name), _value(after, name)) for name in LAYOUT}
+    return {name: both for name, both in found.items() if _MISSING not in both and both[0] != both[1]}
+
+
+def _value(config: Mapping[str, Any], name: str) -> Any:
+    """Return the value of an option; None where a mapping of an engine's own options leaves it out."""
+    section, option, *of_engine = name.split(".")
+    value = config.get(section, {}).get(option, _MISSING)
+    return value.get(of_engine[0]) if of_engine and value is not _MISSING else value
 
 
 def reader_of(engine: str, **sections: Section) -> Reader:

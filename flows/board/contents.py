@@ -104,7 +104,7 @@ class RunContents:
         """Commits of complete iterations."""
         self._known: dict[int, Iteration] = {}
         self._costs, self._balance, self._groups = Lately[Any](), Lately[Any](), Lately[pa.Table]()
-        self._configuration: dict[str, Any] | None = None
+        self._configuration = Lately[dict[str, Any]]()
         self._values = Lately[tuple[str, dict[str, Any], bytes]]()
         self._answers: OrderedDict[tuple[int | None, int | None], Lately[Answer]] = OrderedDict()
         self._samples: OrderedDict[tuple[int, int, int], Samples] = OrderedDict()
@@ -194,7 +194,8 @@ class RunContents:
         for commits in read:
             if commits and commits[0].iteration < status.iterations and commits[0].iteration not in self._read:
                 self._read[commits[0].iteration] = commits
-                if (one := iteration_of(commits, config, imported=status.imported is not None)) is not None:
+                own = ledger.config_of(*commits)
+                if (one := iteration_of(commits, own, imported=status.imported is not None)) is not None:
                     self._known[one.number] = one
         costs = self._costs.get(version, lambda: run_costs(ledger, self._price, read))
         history = history_of(ledger, read, costs, self._known)
@@ -211,8 +212,8 @@ class RunContents:
         ledger, status, config = self.ledger, self.reader.status, self.reader.config
         assert config is not None
         curves = curves_block(history, groups, config).to_bytes()
-        self._configuration = self._configuration or configuration_facts(ledger)
-        values = run_values(ledger, status, history, groups, samples, balance, None, self._configuration)
+        configuration = self._configuration.get(len(ledger.upgrades), lambda: configuration_facts(ledger))
+        values = run_values(ledger, status, history, groups, samples, balance, None, configuration)
         nothing = {"count": 0, "note": "", "first": "", "last": "", "all_shown": True, "notes": ()}
         live = {"source": f"/data/runs/{ledger.run}"}
         return f"{version}-{time.monotonic_ns()}", {**values, "live": live, "samples": nothing}, curves

@@ -66,7 +66,7 @@ class RunReader:
     @property
     def config(self) -> RunConfig | None:
         """The run's configuration; None where the run cannot be read."""
-        return None if self.ledger is None else from_manifest(self.ledger.manifest.config)
+        return None if self.ledger is None else self.ledger.config
 
     def look(self) -> bool:
         """Look at the run; return whether something is new. Raises FileNotFoundError if there is no such run."""
@@ -114,6 +114,7 @@ class RunReader:
             return False
         before = self._seen[0] if self._seen else frozenset()
         self.status = run_status(self.store, self.run)
+        ledger.reread_terms()
         self._extend_curve(ledger)
         self.device_seconds = self._devices(ledger, lease)
         self._seen = seen
@@ -143,9 +144,10 @@ class RunReader:
         if lease.epoch - 1 > len(self._ended):
             earlier = (one for one in all_leases(self.store, self.run) if one.epoch < lease.epoch)
             self._ended = {one.epoch: one.renewed_at - one.acquired_at for one in earlier}
-        own = max(lease.renewed_at, self.status.last_commit_at or 0.0) - lease.acquired_at
-        reserved = devices(from_manifest(ledger.manifest.config)).reserved
-        return reserved * (sum(self._ended.values()) + max(0.0, own))
+        seconds = self._ended | {
+            lease.epoch: max(lease.renewed_at, self.status.last_commit_at or 0.0) - lease.acquired_at
+        }
+        return sum(devices(ledger.config_under(epoch)).reserved * max(0.0, own) for epoch, own in seconds.items())
 
     def row(self, price: float | None) -> dict[str, Any]:
         """Return the run's row in the table of runs. `price`: of a device for an hour."""

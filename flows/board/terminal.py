@@ -133,10 +133,9 @@ def show(reader: RunReader, console: Console | None = None) -> RunStatus:
 def lines(reader: RunReader) -> Iterator[dict[str, Any]]:
     """Yield the same as JSON values: one for each iteration, and one for each change of the state or step."""
     for status, done, sample in looks(reader):
-        config = reader.config
-        assert config is not None
+        assert reader.ledger is not None
         for commits in done:
-            metrics = _known(iteration_metrics(commits, config))
+            metrics = _known(iteration_metrics(commits, reader.ledger.config_of(*commits)))
             yield {
                 "run": status.run,
                 "iteration": commits[0].iteration,

@@ -81,6 +81,7 @@ def verify(
         counts = {
             "run": run,
             **verification.counts(checks),
+            "layout_changes": {check.name: check.layout for check in checks if check.layout},
             "groups": next(check.groups for check in checks if check.groups is not None),
         }
         if names:
@@ -116,9 +117,16 @@ def _verified(counts: Mapping[str, Any], findings: Sequence["Finding"], signed: 
         yield _accounted(counts["groups"])
         for name, what in (("retired", "older files are retired"), ("redacted", "of them redacted")):
             read += f" ({counts[name]} {what})" if counts[name] else ""
-        for name, what in (("decisions", "of people"), ("upgrades", "to another version of the code")):
-            if count := counts[name]:
+        for name, what in (
+            ("decisions", "of people"),
+            ("upgrades", "to another version of the code"),
+            ("changes", "of the layout of ranks and engines"),
+        ):
+            if count := counts["layouts" if name == "changes" else name]:
                 read += f", {count} {name if count > 1 else name[:-1]} {what}"
+        for name, options in counts["layout_changes"].items():
+            changed = ", ".join(f"{option} {before} → {after}" for option, (before, after) in options.items())
+            yield f"layout: {changed} ({name})"
         yield f"run {counts['run']}: {counts['commits']} commits, {read} read; {verdict}"
     for one in signed:
         if one.problem:

@@ -97,14 +97,13 @@ def status(root: Root, run: RunArgument) -> Shown:
     - `cairn status quickstart --json | jq -r .state_digest`
     - `cairn status quickstart --json | jq '.balance | {trainer_wait, rollout_wait, bottleneck, hints}'`
     """
-    from cairn.configs.loader import from_manifest
     from cairn.flows.reading.balance import measured
     from cairn.flows.reading.views import run_status
     from cairn.storage.store.errors import Damaged
 
     ledger = root.ledger(run)
     found = run_status(ledger.store, run)
-    config = from_manifest(ledger.manifest.config)
+    config = ledger.config
     try:
         balance = None if found.imported else measured(ledger, config, found.iterations)
     except Damaged:  # in an older iteration, which the status does not need
@@ -178,7 +177,6 @@ def timeline(
     """
     from json import dumps
 
-    from cairn.configs.loader import from_manifest
     from cairn.flows.reading.timeline import trace
 
     run, ledger = place.run, root.ledger(place.run)
@@ -187,7 +185,7 @@ def timeline(
     commits = ledger.commits(iteration)
     if not commits:
         raise BadInput(f"run {run!r} has no commit in iteration {iteration}; `cairn status {run}` says how far it is")
-    document = trace(commits, from_manifest(ledger.manifest.config))
+    document = trace(commits, ledger.config_of)
     with writing(file):
         file.write_text(dumps(document), encoding="utf-8")
     slices = sum(event["ph"] == "X" for event in document["traceEvents"])

@@ -139,6 +139,8 @@ def status_lines(status: "RunStatus", balance: str | None = None) -> "Iterator[T
             f"{version.package} ({(version.commit or 'no git')[:7]}, {age(version.since)})"
             for version in status.written_by
         )
+    if status.layouts:
+        facts["layout"] = "; ".join(f"{one} ({age(one.since)})" for one in status.layouts)
     return lines_of(facts.items())
 
 

@@ -8,18 +8,16 @@ be repeated in the new one, so the weights to go on from must be in a checkpoint
 from collections.abc import Sequence
 from typing import Any
 
-from cairn.configs.digest import digest
 from cairn.configs.engines import LAYOUT
 from cairn.configs.errors import ConfigError
-from cairn.configs.loader import from_manifest, inherit
+from cairn.configs.loader import inherit
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.driver.trust import require_trusted
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.terms import differences
 from cairn.storage.upkeep.retention import newest_checkpoint
-
-_OF_TRAINING = tuple(name for name in LAYOUT if name.startswith("training.") and "megatron" not in name)
+from cairn.tasks.trainer.recovery import layout_differences
 
 
 def in_layout(ledger: Ledger, overrides: Sequence[str]) -> RunConfig:
@@ -28,8 +26,7 @@ def in_layout(ledger: Ledger, overrides: Sequence[str]) -> RunConfig:
     Raises ConfigError for other options, and for values that do not fit together.
     """
     config = require_trusted(inherit(ledger.terms.config, overrides), ledger.store)
-    before = from_manifest(ledger.terms.config)
-    refused = [name for name, *_ in layout_differences(before, config) if name not in LAYOUT]
+    refused = [name for name, *_ in differences_of(ledger.config, config) if name not in LAYOUT]
     if refused:
         raise ConfigError(
             [
@@ -42,7 +39,7 @@ def in_layout(ledger: Ledger, overrides: Sequence[str]) -> RunConfig:
     return config
 
 
-def layout_differences(before: RunConfig, after: RunConfig) -> list[tuple[str, Any, Any]]:
+def differences_of(before: RunConfig, after: RunConfig) -> list[tuple[str, Any, Any]]:
     """Return (dotted option, value before, value after) of each option that differs."""
     return differences(before.model_dump(mode="json"), after.model_dump(mode="json"))
 
@@ -52,7 +49,6 @@ def require_no_replay_of_another_layout(ledger: Ledger, config: RunConfig) -> No
     newest = ledger.last_iteration()
     if newest is None:
         return
-    now = _layout_of(config)
     first = max(0, newest - 1 - 2 * ledger.lag)
     trained = next((i for i in range(newest, first - 1, -1) if ledger.find(i, Step.TRAIN) is not None), -1)
     for index in range(max(0, trained - ledger.lag), trained + 1):
@@ -60,7 +56,7 @@ def require_no_replay_of_another_layout(ledger: Ledger, config: RunConfig) -> No
         begin = -1 if saved is None else saved.iteration
         for replayed in range(begin + 1, index + 1):
             commit = ledger.find(replayed, Step.TRAIN)
-            if commit is None or _layout_of(from_manifest(ledger.terms_of(commit).config)) == now:
+            if commit is None or not layout_differences(ledger.config_of(commit), config):
                 continue
             newest_one = "it has none" if saved is None else f"its newest is of iteration {begin}"
             raise ConfigError(
@@ -71,8 +67,3 @@ def require_no_replay_of_another_layout(ledger: Ledger, config: RunConfig) -> No
                     f"fork it there (`cairn fork {ledger.run}@{max(begin, 0)} NAME --set …`)"
                 ]
             )
-
-
-def _layout_of(config: RunConfig) -> str:
-    """Return the digest of the options of the layout from which the training engine is made."""
-    return digest(config, (*_OF_TRAINING, "training.megatron"))

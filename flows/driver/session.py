@@ -11,19 +11,19 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import groupby
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from cairn.configs.digest import digest
 from cairn.configs.engines import LAYOUT
 from cairn.configs.errors import ConfigError, message_of
-from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.fencing import Claim, Tenure
 from cairn.flows.driver.approval import Withheld, require_not_withheld
 from cairn.flows.driver.length import with_length
 from cairn.flows.driver.preemption import OnLease, Preempted
-from cairn.flows.driver.relayout import in_layout, layout_differences, require_no_replay_of_another_layout
+from cairn.flows.driver.relayout import differences_of, in_layout, require_no_replay_of_another_layout
 from cairn.flows.driver.sources import Sources, open_graders
 from cairn.flows.driver.trust import recorded_config, require_trusted
 from cairn.flows.events import Event
@@ -31,7 +31,7 @@ from cairn.flows.reading.failure import RunFailure
 from cairn.flows.reading.views import current_iteration, own_failure
 from cairn.flows.text import shortened
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.leases import DriverFailure, Lease, Outcome, newest_lease
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.store import canonical
@@ -113,10 +113,12 @@ def needs_restore_point(ledger: Ledger, config: RunConfig) -> bool:
     """
     if ledger.parent is None:
         return False
-    last = ledger.first_iteration - 1
-    before = from_manifest(ledger.owner(last).manifest.config)
-    same = digest(config, train.options) == digest(before, train.options)
-    return not same and any(ledger.find(i, Step.CHECKPOINT) is None for i in _sampled_from(ledger))
+    own = digest(config, train.options)
+    return any(
+        digest(ledger.config_of(_trained(ledger, index)), train.options) != own
+        for index in _sampled_from(ledger)
+        if ledger.find(index, Step.CHECKPOINT) is None
+    )
 
 
 def make_restore_point(
@@ -131,18 +133,25 @@ def make_restore_point(
     Engines with the parent's configuration compute them, in the fork's cluster. `recipe`: the fork's recipe, where the
     user passed one. Raises ConfigError where the parent's configuration contains what a store may not set.
     """
-    last = ledger.first_iteration - 1
-    owner = ledger.owner(last)
-    before = recorded_config(owner, config, recipe)
-    emit(Message(f"Restoring the weights of iteration {last} as run {owner.run} trained them"))
-    # The name belongs to this driver alone. These actors end with it on a joined cluster too: a successor may need
-    # their resources, but not the actors.
-    name = f"{fleet_name(ledger.store, ledger.run)}-restore-{uuid4().hex[:8]}"
-    with starting_fleet(before, name, total_steps(owner, before), owner.manifest.inputs, None) as fleet:
-        run = sources.context(before, ledger, fleet, {}, emit, recipe)
-        for index in _sampled_from(ledger):
-            if run.find(index, Step.CHECKPOINT) is None:
+    wanted = [index for index in _sampled_from(ledger) if ledger.find(index, Step.CHECKPOINT) is None]
+    layouts = {index: recorded_config(ledger.owner(index), config, recipe, _trained(ledger, index)) for index in wanted}
+    for _, together in groupby(wanted, layouts.__getitem__):
+        indices = list(together)
+        owner, before = ledger.owner(indices[0]), layouts[indices[0]]
+        emit(Message(f"Restoring the weights of iteration {indices[-1]} as run {owner.run} trained them"))
+        # The name belongs to this driver alone. These actors end with it on a joined cluster too: a successor may need
+        # their resources, but not the actors.
+        name = f"{fleet_name(ledger.store, ledger.run)}-restore-{uuid4().hex[:8]}"
+        with starting_fleet(before, name, total_steps(owner, before), owner.manifest.inputs, None) as fleet:
+            run = sources.context(before, ledger, fleet, {}, emit, recipe)
+            for index in indices:
                 checkpoint(run, index, None, run.committed(index, Step.TRAIN), last_selection(run, index))
+
+
+def _trained(ledger: Ledger, index: int) -> Commit:
+    commit = ledger.find(index, Step.TRAIN)
+    assert commit is not None  # nothing else can be forked
+    return commit
 
 
 def _sampled_from(ledger: Ledger) -> range:
@@ -205,7 +214,7 @@ def open_run(
         context = sources.context(config, ledger, fleet, graders, emit, recipe)
         context.retries.given_up = given_up
         if relayout and before is not None:
-            for option, then, now in layout_differences(before, config):
+            for option, then, now in differences_of(before, config):
                 warn(f"{option} was {then}, is {now}: bits may differ from the next update on")
         beside = StepProcess(MODULE)
         stack.callback(beside.close)
@@ -256,7 +265,7 @@ def _releasing(
 def is_resumable(ledger: Ledger) -> bool:
     """Whether this process may continue a run from its ledger alone, without the recipe."""
     try:
-        require_trusted(from_manifest(ledger.manifest.config), ledger.store)
+        require_trusted(ledger.config, ledger.store)
     except ConfigError:
         return False
     return True

@@ -17,13 +17,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from cairn.configs.errors import ConfigError
-from cairn.configs.loader import from_manifest, released
+from cairn.configs.loader import released
 from cairn.configs.plugins import code_files
 from cairn.configs.schema.base import FromStore, Section
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.plan import NAMES, kind_of
 from cairn.engines.training.options import permitted as permitted_of_training
 from cairn.storage.ledger import layout
+from cairn.storage.ledger.commits import Commit
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.store.store import Store
 
@@ -32,19 +33,22 @@ SERVICES = "CAIRN_SERVICES"
 _RECIPE = "pass the recipe again with `cairn train RECIPE --run NAME`"
 
 
-def recorded_config(ledger: Ledger, heir: RunConfig | None = None, recipe: RunConfig | None = None) -> RunConfig:
+def recorded_config(
+    ledger: Ledger, heir: RunConfig | None = None, recipe: RunConfig | None = None, made: Commit | None = None
+) -> RunConfig:
     """Return a run's configuration for execution. Only this function and `require_trusted` lead from a store to engines
     and user code.
 
     Args:
         heir: configuration of the fork for which an ancestor's configuration is executed, in the fork's cluster.
         recipe: the recipe, where the user passed one: values that it contains too are trusted.
+        made: a commit under whose configuration the caller works; by default that with which the run goes on.
 
     Raises:
         ConfigError: the configuration contains what a store may not set.
     """
     ledger.manifest.require_own("weights and no configuration")
-    config = from_manifest(ledger.terms.config)
+    config = ledger.config if made is None else ledger.config_of(made)
     if heir is not None:
         fleet = config.fleet.model_copy(update={"ray_address": heir.fleet.ray_address})
         config = config.model_copy(update={"fleet": fleet})

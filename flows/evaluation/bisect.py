@@ -234,6 +234,12 @@ def bisect(
 
     Raises CannotBisect, Retired, ReplayDiverged, and the errors of `models_of` and `evaluate_models`.
     """
+    if not ledger.config.samples_responses:
+        raise CannotBisect(
+            f"run {ledger.run!r} learns from its data and publishes only the weights that it evaluates, so the "
+            f"versions between cannot be compared: `cairn export {ledger.run}@ITER FOLDER` writes one, and `cairn eval "
+            "--model FOLDER` evaluates it"
+        )
     watcher = watcher or Watcher()
     evaluations = _Evaluations(ledger.store, ledger.run, benchmark, options or {}, seed, watcher)
     (newest,) = models_of(ledger.store, ledger.run)
@@ -387,7 +393,8 @@ def _without_groups(
     options = EngineOptions.of_run(config.rollout, evaluations.options)
     effects: list[GroupEffect] = []
     with tempfile.TemporaryDirectory(prefix="cairn-bisect-") as folder:
-        with read_only_context(ledger.owner(iteration), emit, trains_only=True) as run:
+        made = ledger.find(iteration, Step.TRAIN)
+        with read_only_context(ledger.owner(iteration), emit, trains_only=True, made=made) as run:
             committed = run.committed(iteration, Step.TRAIN)
             require_unredacted(run, committed)
             run = run.seen_as(run.config_of(committed))

@@ -165,7 +165,7 @@ class Published(ModelFolder):
     @cached_property
     def _config(self) -> RunConfig:
         """Configuration that the weights were published under."""
-        return from_manifest(self._ledger.terms_of(self._synced).config)
+        return self._ledger.config_of(self._synced)
 
     def close(self) -> None:
         if self._room is not None:

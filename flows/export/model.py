@@ -278,7 +278,7 @@ def _write_weights(
             f"Iteration {trained.iteration} has no checkpoint: starting the run's engines to replay the steps up to it"
         )
     )
-    with read_only_context(ledger.owner(trained.iteration), emit) as run, run.weights_lock:
+    with read_only_context(ledger.owner(trained.iteration), emit, made=trained) as run, run.weights_lock:
         restore_trainer(run, trained)
         emit(Message("Writing the weights"))
         run.fleet.training.export_hf(version_of(trained), folder.absolute())

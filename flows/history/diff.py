@@ -3,7 +3,6 @@
 from typing import Any
 
 from cairn.configs.kinds import user_code
-from cairn.configs.loader import from_manifest
 from cairn.storage.ledger.commits import Commit, Step, causal_order
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.terms import differences as differing_fields
@@ -100,7 +99,7 @@ def diff(first: Ledger, second: Ledger, until: int | None = None) -> Parting:
 
 def differing_options(first: Ledger, second: Ledger) -> list[tuple[str, Any, Any]]:
     """Return (option, value in the first, value in the second run), as this version of the code reads both."""
-    one, other = (from_manifest(ledger.manifest.config).model_dump(mode="json") for ledger in (first, second))
+    one, other = (ledger.config.model_dump(mode="json") for ledger in (first, second))
     return differing_fields(one, other)
 
 
@@ -108,7 +107,7 @@ def differing_inputs(first: Ledger, second: Ledger) -> list[OtherInput]:
     """Return user code, data and models whose digests differ. An input that only one run has counts where it is user
     code."""
     one, other = first.terms, second.terms
-    options = [user_code(from_manifest(terms.config)) for terms in (one, other)]
+    options = [user_code(terms.read_config) for terms in (one, other)]
     found = []
     for name in sorted({*one.inputs, *other.inputs}):
         code = options[0].get(name) or options[1].get(name)

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 
 from cairn.configs.errors import BadInput, ConfigError
-from cairn.configs.loader import from_manifest, inherit
+from cairn.configs.loader import inherit
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.training.needs import has_critic
 from cairn.flows.driver.length import with_length
 from cairn.flows.driver.sources import Sources
 from cairn.flows.driver.trust import require_trusted
 from cairn.storage.ledger import layout
-from cairn.storage.ledger.commits import Step, newest_selection
+from cairn.storage.ledger.commits import Commit, Step, newest_selection
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.manifest import Parent
 from cairn.storage.store.errors import BeingDeleted, Retired
@@ -44,9 +44,9 @@ def fork(
     parent.manifest.require_own("weights and no configuration to fork from")
     config = with_length(require_trusted(inherit(parent.terms.config, overrides, note), parent.store, recipe))
     layout.check_name(name, "run")
-    _check_shared_iterations(parent, iteration)
+    trained = _trained(parent, iteration)
     _check_remaining_iterations(parent, iteration, config)
-    before = from_manifest(parent.owner(iteration).manifest.config)
+    before = parent.config_of(trained)
     _check_critic(parent, before, config)
     _check_adapters(parent, before, config)
     _check_state(parent, before, config)
@@ -88,14 +88,15 @@ def is_fork(store: Store, name: str, parent: str, iteration: int) -> bool:
     return origin is not None and (origin.run, origin.iteration) == (parent, iteration)
 
 
-def _check_shared_iterations(parent: Ledger, iteration: int) -> None:
-    last = parent.last_iteration()
-    if parent.find(iteration, Step.TRAIN) is None:
+def _trained(parent: Ledger, iteration: int) -> Commit:
+    last, commit = parent.last_iteration(), parent.find(iteration, Step.TRAIN)
+    if commit is None:
         trained = "it has none yet" if last is None else f"its newest is {last}, trained on or not"
         raise CannotFork(
             f"run {parent.run!r} has not trained iteration {iteration}: {trained}; fork it at an iteration that was "
             "trained, or start a new run with `cairn train`"
         )
+    return commit
 
 
 def _check_remaining_iterations(parent: Ledger, iteration: int, config: RunConfig) -> None:
@@ -108,7 +109,7 @@ def _check_remaining_iterations(parent: Ledger, iteration: int, config: RunConfi
 
 
 def _check_stream(parent: Ledger, config: RunConfig) -> None:
-    streams = [from_manifest(parent.manifest.config).rollout.pipeline, config.rollout.pipeline]
+    streams = [parent.config.rollout.pipeline, config.rollout.pipeline]
     if "streaming" in streams:
         raise CannotFork(
             f"{parent.run} has rollout.pipeline {streams[0]} and the fork {streams[1]}: in the streaming pipeline "
@@ -173,9 +174,9 @@ def _check_adapters(parent: Ledger, before: RunConfig, config: RunConfig) -> Non
 def _check_state(parent: Ledger, before: RunConfig, config: RunConfig) -> None:
     """Raise CannotFork if the fork changes the options that define the training state of its checkpoint, or the engine
     that reads it."""
-    new = _state_options(config)
+    new, newest = _state_options(config), _state_options(parent.config)
     for option, value in _state_options(before).items():
-        if new[option] != value:
+        if new[option] not in (value, newest[option]):  # the run itself may have gone on in another layout
             raise CannotFork(
                 f"{option} differs from that of {parent.run} ({value}), but a fork continues with its training "
                 "state: leave it out, or start a new run with `cairn train`"

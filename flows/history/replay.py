@@ -9,10 +9,11 @@ engine.
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from uuid import uuid4
 
 from cairn.configs.errors import BadInput
+from cairn.configs.schema.run import RunConfig
 from cairn.flows.driver.session import adding_stale_steps, fleet_name, starting_fleet, total_steps
 from cairn.flows.driver.sources import Sources, open_graders
 from cairn.flows.driver.trust import recorded_config
@@ -29,9 +30,10 @@ from cairn.storage.store.errors import Retired, RunDiffers
 from cairn.storage.store.store import Store
 from cairn.storage.upkeep.comparison import compare
 from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.events import Message
 from cairn.tasks.durable.selection import is_collected
 from cairn.tasks.durable.step import DurableStep, StepCall, changes, input_digest
-from cairn.tasks.trainer.recovery import ReplayDiverged
+from cairn.tasks.trainer.recovery import ReplayDiverged, layout_differences
 
 if TYPE_CHECKING:
     from cairn.engines.fleet.fleet import Fleet
@@ -76,21 +78,69 @@ class Weights(Record):
     """Number of iterations whose update cannot be replayed: the replay resumes from a checkpoint after them."""
 
 
+class Layouts:
+    """Contexts of a run in the layouts of ranks and engines in which its commits were made. One is open at a time; its
+    engines start where a step needs them."""
+
+    def __init__(self, ledger: Ledger, emit: Callable[[Event], None], *, trains_only: bool) -> None:
+        self._ledger, self._emit, self._trains_only = ledger, emit, trains_only
+        self._opened = ExitStack()
+        self._run: RunContext | None = None
+        self._config = ledger.config
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+
+    def any(self) -> RunContext:
+        """Return the context that is open, or one in the newest layout."""
+        return self._open(None) if self._run is None else self._run
+
+    def of(self, commit: Commit) -> RunContext:
+        """Return a context in the layout in which a commit was made. Contexts of before are closed if it is another."""
+        config = self._ledger.config_of(commit)
+        if self._run is not None and not self._differences(config, self._config):
+            return self._run
+        if changes := self._differences(config, self._ledger.config):
+            self._emit(Message(f"{commit.name} is replayed in the layout in which it was made: {changes}"))
+        self._opened.close()
+        self._config = config
+        return self._open(commit)
+
+    def _open(self, commit: Commit | None) -> RunContext:
+        opening = read_only_context(self._ledger, self._emit, trains_only=self._trains_only, made=commit)
+        self._run = self._opened.enter_context(opening)
+        return self._run
+
+    def _differences(self, then: RunConfig, now: RunConfig) -> str:
+        return layout_differences(then, now, "training." if self._trains_only else "")
+
+
 class Replaying:
     """A StepRunner that returns commits from the ledger, and executes the wanted steps again."""
 
     def __init__(
         self,
         run: RunContext,
+        layouts: Layouts,
         wanted: Collection[Step],
         shard: str | None,
         scratch: Store,
         on_replayed: Callable[[Replayed], None] = lambda replayed: None,
         continue_on_error: bool = False,
     ) -> None:
-        """`on_replayed` is called with each replayed step. `continue_on_error`: continue after a step that cannot be
-        replayed, or whose input weights cannot be reproduced."""
-        self._run, self._wanted, self._shard, self._scratch = run, wanted, shard, scratch
+        """Create the runner.
+
+        Args:
+            run: finds the commits.
+            layouts: execute the wanted steps.
+            on_replayed: is called with each replayed step.
+            continue_on_error: continue after a step that cannot be replayed, or whose input weights cannot be
+                reproduced.
+        """
+        self._run, self._layouts, self._wanted, self._shard, self._scratch = run, layouts, wanted, shard, scratch
         self._on_replayed, self._continue_on_error = on_replayed, continue_on_error
         self.replayed: list[Replayed] = []
 
@@ -122,8 +172,7 @@ class Replaying:
             return Replayed(name=committed.name, differences=(str(error),))
 
     def _execute(self, step: DurableStep[Any], committed: Commit, *args: Any, **kwargs: Any) -> Replayed:
-        run = self._run
-        redacted = redacted_samples(run.ledger)
+        redacted = redacted_samples(self._run.ledger)
         for name in (committed.name, *committed.inputs):
             if name in redacted:
                 why = f"decision {redacted[name]} has redacted samples of {name}"
@@ -131,6 +180,7 @@ class Replaying:
         if step.finds:
             why = "its samples were chosen when it ran and are recorded: later steps read the record"
             return Replayed(name=committed.name, skipped=why)
+        run = self._layouts.of(committed)
         attempt = Attempt(
             self._scratch, committed.run, committed.iteration, step.name, committed.shard, committed.attempt
         )
@@ -166,15 +216,17 @@ def replay(
     the step.
     """
     owner = ledger.owner(index)
-    if not any(commit.step is step and shard in (None, commit.shard) for commit in owner.commits(index)):
+    wanted = [commit for commit in owner.commits(index) if commit.step is step and shard in (None, commit.shard)]
+    if not wanted:
         which = step if shard is None else f"{step}.{shard}"
         raise NothingToReplay(f"run {owner.run!r} has no commit {index:06d}/{which}")
     alone = step not in _USING_OTHER_ENGINES
     with (
-        read_only_context(owner, emit, trains_only=alone) as run,
+        Layouts(owner, emit, trains_only=alone) as layouts,
         TemporaryDirectory(prefix="cairn-replay-") as folder,
     ):
-        runner = Replaying(run, {step}, shard, open_store(folder))
+        run = layouts.of(wanted[0])
+        runner = Replaying(run, layouts, {step}, shard, open_store(folder))
         with suppress(_EndOfLedger):
             _walk(run, runner, index)
     return runner.replayed
@@ -189,8 +241,8 @@ def replay_all(
     """Replay every committed step of the kinds `steps`, in their original order, including iterations shared with a
     parent.
 
-    Engines are started once for each run that contributed iterations, and weights carry over from one iteration to the
-    next. `on_replayed` is called with each replayed step.
+    Engines are started once for each run that contributed iterations and each of its layouts, and weights carry over
+    from one iteration to the next. `on_replayed` is called with each replayed step.
 
     Steps that cannot be replayed, because their files are retired or redacted, are in the results with the reason.
     Weights that cannot be reproduced are a difference, and the next step begins from a checkpoint. Raises RunDiffers as
@@ -200,10 +252,12 @@ def replay_all(
     numbers = ledger.iterations()
     for name in dict.fromkeys(ledger.owner(index).run for index in numbers):
         own = [index for index in numbers if ledger.owner(index).run == name]
-        with read_only_context(ledger.owner(own[0]), emit, trains_only=_USING_OTHER_ENGINES.isdisjoint(steps)) as run:
+        owner, alone = ledger.owner(own[0]), _USING_OTHER_ENGINES.isdisjoint(steps)
+        with Layouts(owner, emit, trains_only=alone) as layouts:
             for index in own:
                 with TemporaryDirectory(prefix="cairn-replay-") as folder:
-                    runner = Replaying(run, steps, None, open_store(folder), on_replayed, continue_on_error=True)
+                    run, scratch = layouts.any(), open_store(folder)
+                    runner = Replaying(run, layouts, steps, None, scratch, on_replayed, continue_on_error=True)
                     try:
                         _walk(run, runner, index)
                     except _EndOfLedger:
@@ -258,10 +312,15 @@ def _walk(run: RunContext, runner: Replaying, index: int) -> None:
 
 @contextmanager
 def read_only_context(
-    ledger: Ledger, emit: Callable[[Event], None], *, trains_only: bool = False
+    ledger: Ledger, emit: Callable[[Event], None], *, trains_only: bool = False, made: Commit | None = None
 ) -> Iterator[RunContext]:
-    """Yield a context that reads a run as its driver does, but owns nothing of it. `trains_only`: see `Fleet.start`."""
-    config = recorded_config(ledger)
+    """Yield a context that reads a run as its driver does, but owns nothing of it.
+
+    Args:
+        trains_only: see `Fleet.start`.
+        made: a commit in whose layout of ranks and engines the context works; by default in the newest.
+    """
+    config = recorded_config(ledger, made=made)
     sources = Sources.open(config, ledger.terms.inputs)
     differing = input_differences(ledger.terms.inputs, sources.digests)
     if differing:

@@ -192,7 +192,7 @@ def what_if(ledger: Ledger, iteration: int, overrides: Sequence[str] = ()) -> tu
         numbers = [index for index in ledger.iterations() if ledger.find(index, Step.ADVANTAGE) is not None]
         available = f"those of iterations {numbers[0]} to {numbers[-1]}" if numbers else "none yet"
         raise CannotCompare(f"run {ledger.run!r} has no advantages of iteration {iteration}; it has {available}")
-    recorded = from_manifest(ledger.terms_of(committed).config)
+    recorded = ledger.config_of(committed)
     config = changed_config(ledger, recorded, overrides)
     run = _ImportedRun(config, ledger) if ledger.manifest.imported else RecordedRun(config, ledger)
     selection = last_selection(run, iteration)

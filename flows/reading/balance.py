@@ -16,7 +16,7 @@ from itertools import chain
 from statistics import fmean
 
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.reading.costs import ON_TRAINING, engine_of
+from cairn.flows.reading.costs import ON_TRAINING, devices, engine_of
 from cairn.flows.reading.metrics import busy_until, covered_seconds, read_iterations
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
@@ -145,7 +145,8 @@ def measured(
     read: Callable[[Ledger, Iterable[int]], Iterable[list[Commit]]] = read_iterations,
 ) -> Balance | None:
     """Return the balance of the newest iterations of a run with `complete` complete iterations. Returns None where
-    nothing is sampled, and where too few are left after the first ones, which warm up and fill the pipeline.
+    nothing is sampled, and where too few are left after the first ones, which warm up and fill the pipeline, and those
+    with another number of devices.
 
     Reads the commits of `WINDOW` + 1 + 2 × lag iterations at most, by `read`. Raises Damaged.
     """
@@ -155,6 +156,10 @@ def measured(
     if last - first + 1 < LEAST or not config.samples_responses:
         return None
     commits = list(chain.from_iterable(read(ledger, range(first - 1 - lag, complete))))
+    others = {one.iteration for one in commits if devices(ledger.config_of(one)) != devices(config)}
+    first = max(first, max(others, default=-1) + 2 + lag)
+    if last - first + 1 < LEAST:
+        return None
     window = _Window(commits, _end(commits, first - 1, ON_TRAINING), _end(commits, last, ON_TRAINING))
     if window.seconds <= 0:
         return None

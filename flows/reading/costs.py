@@ -11,12 +11,11 @@ so that `reserved = starting + work + idle + uncommitted`, in device-seconds.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from operator import attrgetter
 from typing import Literal, TypeVar
 
-from cairn.configs.loader import from_manifest
 from cairn.configs.schema.algorithm import LearnsFrom
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.metrics import busy_seconds, read_iterations, retries
@@ -29,6 +28,8 @@ from cairn.storage.records import Record
 # Reserved devices and their time, by use.
 
 
+ConfigOf = Callable[[Commit], RunConfig]
+"""Returns the configuration under which a commit was made, such as `Ledger.config_of`."""
 ON_TRAINING = frozenset({Step.SCORE, Step.TRAIN, Step.CHECKPOINT, Step.SYNC})
 """Steps that run on the training engine."""
 
@@ -69,19 +70,18 @@ def devices_of(commit: Commit, config: RunConfig) -> float:
     return reserved.training if commit.step in ON_TRAINING else 0.0
 
 
-def device_seconds(commits: Iterable[Commit], config: RunConfig) -> float:
+def device_seconds(commits: Iterable[Commit], config_of: ConfigOf) -> float:
     """Return the device-seconds of commits of one step and iteration. Concurrent shards on one engine share its
     time."""
     commits = list(commits)
-    if not commits:
-        return 0.0
     if any("engines" in commit.timings for commit in commits):  # in a streaming run the step only waits
-        return sum(commit.timings.get("engines", 0.0) for commit in commits) * devices_of(commits[0], config)
-    shares: dict[int, list[Commit]] = {}
+        return sum(commit.timings.get("engines", 0.0) * devices_of(commit, config_of(commit)) for commit in commits)
+    shares: dict[tuple[int, float], list[Commit]] = {}
     for commit in commits:
+        config = config_of(commit)
         engine = engine_of(commit, config) if commit.step is Step.ROLLOUT else 0
-        shares.setdefault(engine, []).append(commit)
-    return sum(map(busy_seconds, shares.values())) * devices_of(commits[0], config)
+        shares.setdefault((engine, devices_of(commit, config)), []).append(commit)
+    return sum(busy_seconds(own) * used for (_, used), own in shares.items())
 
 
 def tokens(commit: Commit) -> int | None:
@@ -156,15 +156,23 @@ class Waste(Record):
 
 
 def wasted(
-    iterations: Sequence[Sequence[Commit]], leases: Sequence[LeaseState], config: RunConfig
+    iterations: Sequence[Sequence[Commit]],
+    leases: Sequence[LeaseState],
+    config_of: ConfigOf,
+    config_under: Callable[[int], RunConfig],
 ) -> tuple[Waste, ...]:
-    """Return the waste in the commits of each iteration and all drivers of a run, without causes that did not occur."""
+    """Return the waste in the commits of each iteration and all drivers of a run, without causes that did not occur.
+    `config_under`: returns the configuration of a driver by its epoch."""
     commits = list(chain.from_iterable(iterations))
-    causes = chain(_retried(commits, config), _interrupted(commits, leases, config), _dropped(iterations, config))
+    causes = chain(
+        _retried(commits, config_of),
+        _interrupted(commits, leases, config_under),
+        _dropped(iterations, config_of),
+    )
     return tuple(waste for waste in causes if waste.count)
 
 
-def _retried(commits: Sequence[Commit], config: RunConfig) -> Iterator[Waste]:
+def _retried(commits: Sequence[Commit], config_of: ConfigOf) -> Iterator[Waste]:
     """Yield failed attempts under the driver that committed, and waits before retries."""
     tries: Counter[str] = Counter()
     lost, waited = 0.0, 0.0
@@ -172,7 +180,7 @@ def _retried(commits: Sequence[Commit], config: RunConfig) -> Iterator[Waste]:
     for commit in commits:
         if counted := retries(commit):
             tries.update(counted)
-            share = devices_of(commit, config)
+            share = devices_of(commit, config_of(commit))
             complete = complete and "failed_tries" in commit.timings
             lost += commit.timings.get("failed_tries", 0.0) * share
             waited += commit.timings.get("retry_wait", 0.0) * share
@@ -191,30 +199,35 @@ def _retried(commits: Sequence[Commit], config: RunConfig) -> Iterator[Waste]:
         cause="replayed train steps",
         count=sum(int(commit.metrics["recovery/replayed_steps"]) for commit in replayed),
         unit="steps",
-        device_seconds=sum(commit.timings["replay"] for commit in replayed) * devices(config).training,
+        device_seconds=sum(commit.timings["replay"] * devices(config_of(commit)).training for commit in replayed),
         after_fault=True,
     )
 
 
-def _interrupted(commits: Sequence[Commit], leases: Sequence[LeaseState], config: RunConfig) -> Iterator[Waste]:
+def _interrupted(
+    commits: Sequence[Commit], leases: Sequence[LeaseState], config_under: Callable[[int], RunConfig]
+) -> Iterator[Waste]:
     """Yield the lost work of drivers that ended early, and the start of the next ones."""
-    reserved = devices(config).reserved
+    reserved = {lease.epoch: devices(config_under(lease.epoch)).reserved for lease in leases}
     times = [(lease, driver_seconds(lease, [c for c in commits if c.epoch == lease.epoch])) for lease in leases]
-    ended = [uncommitted for lease, (_, _, uncommitted) in times if lease.outcome is not Outcome.COMPLETED]
-    early = [seconds for seconds in ended if seconds > 0]
+    early = [
+        uncommitted * reserved[lease.epoch]
+        for lease, (_, _, uncommitted) in times
+        if lease.outcome is not Outcome.COMPLETED and uncommitted > 0
+    ]
     yield Waste(
         cause="uncommitted work of drivers that ended early, at most",
         count=len(early),
         unit="drivers",
-        device_seconds=sum(early) * reserved,
+        device_seconds=sum(early),
         after_fault=True,
     )
-    restarts = [starting for _, (_, starting, _) in times[1:]]
+    restarts = [starting * reserved[lease.epoch] for lease, (_, starting, _) in times[1:]]
     yield Waste(
         cause="starts of further drivers",
         count=len(restarts),
         unit="drivers",
-        device_seconds=sum(restarts) * reserved,
+        device_seconds=sum(restarts),
         after_fault=True,
     )
     rollouts = [c for c in commits if c.step is Step.ROLLOUT and c.metrics.get("recovered_groups")]
@@ -236,7 +249,7 @@ def dropped_groups(commits: Sequence[Commit]) -> Mapping[str, int]:
     return +dropped
 
 
-def _dropped(iterations: Sequence[Sequence[Commit]], config: RunConfig) -> Iterator[Waste]:
+def _dropped(iterations: Sequence[Sequence[Commit]], config_of: ConfigOf) -> Iterator[Waste]:
     """Yield generated groups that were not trained on, each with the mean cost of its iteration."""
     groups, length = Counter[str](), Counter[str]()
     seconds: dict[str, float] = {}
@@ -248,7 +261,7 @@ def _dropped(iterations: Sequence[Sequence[Commit]], config: RunConfig) -> Itera
         for reason, count in dropped_groups(commits).items():
             share = count / generated if generated else 0.0
             groups[reason] += count
-            seconds[reason] = seconds.get(reason, 0.0) + share * device_seconds(rollouts, config)
+            seconds[reason] = seconds.get(reason, 0.0) + share * device_seconds(rollouts, config_of)
             length[reason] += round(share * sum(tokens(commit) or 0 for commit in rollouts))
     for reason, count in sorted(groups.items()):
         yield Waste(
@@ -297,6 +310,7 @@ class Costs(Record):
 
     run: str
     devices: Devices
+    """Devices that it reserves in its newest layout. Times count those of the layout in which they were spent."""
     iterations: int
     """Number of iterations with commits."""
     drivers: int
@@ -322,7 +336,7 @@ class Costs(Record):
     """Price of all reserved device-seconds."""
 
 
-def step_costs(commits: Collection[Commit], config: RunConfig) -> Iterator[StepCost]:
+def step_costs(commits: Collection[Commit], config_of: ConfigOf) -> Iterator[StepCost]:
     """Yield the costs of some iterations' commits by step, in the order of the DAG."""
     for step in Step:
         own = sorted((commit for commit in commits if commit.step is step), key=attrgetter("iteration"))
@@ -333,12 +347,12 @@ def step_costs(commits: Collection[Commit], config: RunConfig) -> Iterator[StepC
                 step=step,
                 commits=len(own),
                 seconds=sum(map(busy_seconds, by_iteration)),
-                device_seconds=sum(device_seconds(part, config) for part in by_iteration),
+                device_seconds=sum(device_seconds(part, config_of) for part in by_iteration),
                 tokens=sum(counted) if counted else None,
             )
 
 
-def evaluation_costs(commits: Iterable[Commit], config: RunConfig) -> Iterator[EvaluationCost]:
+def evaluation_costs(commits: Iterable[Commit], config_of: ConfigOf) -> Iterator[EvaluationCost]:
     """Yield the cost of each benchmark at each weight version."""
     for commit in commits:
         if commit.step is Step.EVAL:
@@ -347,7 +361,7 @@ def evaluation_costs(commits: Iterable[Commit], config: RunConfig) -> Iterator[E
                 trained=commit.iteration + 1 if commit.weight_version_in else 0,
                 samples=rows(commit),
                 seconds=busy_seconds([commit]),
-                device_seconds=device_seconds([commit], config),
+                device_seconds=device_seconds([commit], config_of),
                 tokens=tokens(commit) or 0,
             )
 
@@ -389,20 +403,25 @@ def run_costs(
     Args:
         read: commits of each iteration; None: they are read too.
     """
-    config, leases = from_manifest(ledger.manifest.config), all_leases(ledger.store, ledger.run)
+    leases = all_leases(ledger.store, ledger.run)
     first = ledger.first_iteration
     if read is None:
         read = read_iterations(ledger, [index for index in ledger.iterations() if index >= first])
     iterations = [commits for commits in read if commits and commits[0].iteration >= first]
     commits = list(chain.from_iterable(iterations))
-    reserved, steps = devices(config), with_prices(step_costs(commits, config), price_per_device_hour)
+    steps = with_prices(step_costs(commits, ledger.config_of), price_per_device_hour)
+    config = ledger.config  # after the commits: their terms are among those that the ledger has read
+    reserved = {lease.epoch: devices(ledger.config_under(lease.epoch)).reserved for lease in leases}
     by_version = attrgetter("trained", "benchmark")
     evaluations = [
-        *sorted(evaluation_costs(commits, config), key=by_version),
+        *sorted(evaluation_costs(commits, ledger.config_of), key=by_version),
         *sorted(apart_costs(results(ledger.store), ledger.run, config), key=by_version),
     ]
-    drivers = [driver_seconds(lease, [c for c in commits if c.epoch == lease.epoch]) for lease in leases]
-    whole, starting, uncommitted = (reserved.reserved * sum(times[part] for times in drivers) for part in range(3))
+    drivers = [
+        (reserved[lease.epoch], driver_seconds(lease, [c for c in commits if c.epoch == lease.epoch]))
+        for lease in leases
+    ]
+    whole, starting, uncommitted = (sum(number * times[part] for number, times in drivers) for part in range(3))
     work = sum(cost.device_seconds for cost in steps)
     accepted = config.samples_per_rollout * sum(commit.step is Step.TRAIN for commit in commits)
     learns_from = config.algorithm.learns_from
@@ -412,7 +431,7 @@ def run_costs(
     sample_tokens = sum(cost.tokens or 0 for cost in steps if cost.step is counted)
     return Costs(
         run=ledger.run,
-        devices=reserved,
+        devices=devices(config),
         iterations=len(iterations),
         drivers=len(leases),
         price_per_device_hour=price_per_device_hour,
@@ -427,6 +446,6 @@ def run_costs(
         device_seconds_per_accepted_sample=whole / accepted if accepted else None,
         tokens_per_accepted_sample=sample_tokens / accepted if accepted else None,
         evaluations=with_prices(evaluations, price_per_device_hour),
-        wasted=with_prices(wasted(iterations, leases, config), price_per_device_hour),
+        wasted=with_prices(wasted(iterations, leases, ledger.config_of, ledger.config_under), price_per_device_hour),
         price=priced(whole, price_per_device_hour),
     )

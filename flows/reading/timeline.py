@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.reading.costs import ON_TRAINING, engine_of
+from cairn.flows.reading.costs import ON_TRAINING, ConfigOf, engine_of
 from cairn.flows.reading.metrics import retries
 from cairn.storage.ledger.commits import Commit, Step
 
@@ -21,12 +21,12 @@ TraceEvent = dict[str, Any]
 _DRIVER = "driver and graders"
 
 
-def trace(commits: Sequence[Commit], config: RunConfig) -> dict[str, Any]:
+def trace(commits: Sequence[Commit], config_of: ConfigOf) -> dict[str, Any]:
     """Return the trace of an iteration's commits."""
     began = min(commit.started_at for commit in commits)
     rows: dict[str, list[list[Commit]]] = {}
     for commit in sorted(commits, key=lambda commit: (commit.started_at, commit.committed_at)):
-        for name in _rows(commit, config):
+        for name in _rows(commit, config_of(commit)):
             _add(rows.setdefault(name, []), commit)
     events: list[TraceEvent] = []
     for process, name in enumerate(sorted(rows, key=_place), start=1):

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
+from cairn.configs.engines import layout_changes
 from cairn.configs.errors import ConfigError
-from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.failure import RunFailure, run_failure, samples_failed
 from cairn.flows.reading.gates import blocking_gate
@@ -96,6 +96,20 @@ class WrittenBy(Record):
     """First use, in Unix seconds."""
 
 
+class LayoutChange(Record):
+    """Begin of another layout of ranks and engines: `cairn resume --set`."""
+
+    options: dict[str, tuple[JsonValue, JsonValue]]
+    """Value before and after of each option that changed."""
+    epoch: int
+    """Epoch of the first driver that worked in it."""
+    since: float
+    """First commit, in Unix seconds."""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {before} → {after}" for name, (before, after) in self.options.items())
+
+
 class Retries(Record):
     """Retries in an iteration."""
 
@@ -152,6 +166,8 @@ class RunStatus(Record):
     """Gate at which the run waits, or was rejected."""
     written_by: tuple[WrittenBy, ...] = ()
     """Versions of the code, in chronological order."""
+    layouts: tuple[LayoutChange, ...] = ()
+    """Changes of the layout of ranks and engines, in chronological order."""
 
 
 def run_status(store: Store, run: str, ending: DriverFailure | None = None) -> RunStatus:
@@ -161,7 +177,7 @@ def run_status(store: Store, run: str, ending: DriverFailure | None = None) -> R
     `ending`: the error with which its driver is about to end.
     """
     ledger = Ledger.open(store, run)
-    config = from_manifest(ledger.manifest.config)
+    config = ledger.config
     lease = newest_lease(store, run)
     if lease is not None and ending is not None:
         lease = lease.model_copy(update={"outcome": Outcome.FAILED, "failure": ending})
@@ -195,7 +211,7 @@ def run_status(store: Store, run: str, ending: DriverFailure | None = None) -> R
         rollout_engines=_rollout_engines(ledger, config, last, commits),
         weight_version=version_of(trained),
         state_digest=trained.state_digest if trained else None,
-        same_bits=_same_bits(ledger, config, trained),
+        same_bits=_same_bits(ledger, trained),
         loss=trained.metrics.get("loss") if trained else None,
         reward=generated_reward(ledger, graded) if graded else None,
         trained_reward=graded.metrics.get("raw_reward") if graded else None,
@@ -207,6 +223,7 @@ def run_status(store: Store, run: str, ending: DriverFailure | None = None) -> R
         failure=failure,
         gate=gate,
         written_by=_written_by(ledger),
+        layouts=layouts(ledger),
     )
 
 
@@ -227,10 +244,11 @@ def current_iteration(ledger: Ledger, config: RunConfig) -> int | None:
     return _place(ledger, config, last, [] if last is None else ledger.commits(last))[0]
 
 
-def _same_bits(ledger: Ledger, config: RunConfig, trained: Commit | None) -> bool | None:
+def _same_bits(ledger: Ledger, trained: Commit | None) -> bool | None:
     if trained is None:
         return None
-    test = find_self_test(ledger.store, fingerprint(config, ledger.terms.inputs.get("model"), trained.environment))
+    model = ledger.terms_of(trained).inputs.get("model")
+    test = find_self_test(ledger.store, fingerprint(ledger.config_of(trained), model, trained.environment))
     return test.agrees if test else None
 
 
@@ -307,7 +325,7 @@ def _groups(ledger: Ledger, iteration: int | None, commits: Sequence[Commit]) ->
     parts of its uncommitted shards."""
     rollouts = [commit for commit in commits if commit.step is Step.ROLLOUT]
     done = {commit.shard for commit in rollouts if commit.iteration == iteration}
-    size = from_manifest(ledger.manifest.config).group_size
+    size = ledger.config.group_size
     return Groups(
         generated=sum(int(commit.metrics["generated_groups"]) for commit in rollouts),
         recovered=sum(int(commit.metrics["recovered_groups"]) for commit in rollouts),
@@ -328,10 +346,21 @@ def _rollout_engines(ledger: Ledger, config: RunConfig, last: int | None, commit
 
 def _written_by(ledger: Ledger) -> tuple[WrittenBy, ...]:
     created = (ledger.manifest, ledger.manifest.created_at)
-    upgraded = [(upgrade, upgrade.recorded_at) for upgrade in ledger.upgrades]
+    every = (created, *((upgrade, upgrade.recorded_at) for upgrade in ledger.upgrades))
     return tuple(
         WrittenBy(package=terms.code_version.package, commit=terms.code_version.commit, since=since)
-        for terms, since in (created, *upgraded)
+        for number, (terms, since) in enumerate(every)
+        if not number or terms.code_version != every[number - 1][0].code_version
+    )
+
+
+def layouts(ledger: Ledger) -> tuple[LayoutChange, ...]:
+    """Return the changes of a run's layout, in chronological order."""
+    pairs = zip((ledger.manifest, *ledger.upgrades), ledger.upgrades, strict=False)
+    return tuple(
+        LayoutChange(options=options, epoch=after.epoch, since=after.recorded_at)
+        for before, after in pairs
+        if (options := layout_changes(before.config, after.config))
     )
 
 

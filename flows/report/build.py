@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from cairn.configs.loader import from_manifest
 from cairn.flows.reading.balance import measured
 from cairn.flows.reading.views import run_status
 from cairn.flows.report.content import curves_block, detail_blocks, run_values, sample_blocks, token_texts
@@ -61,7 +60,7 @@ def write_report(
     Args:
         price: price of a device for an hour.
     """
-    status, config = run_status(ledger.store, ledger.run), from_manifest(ledger.manifest.config)
+    status, config = run_status(ledger.store, ledger.run), ledger.config
     verification = verification_facts(list(_verified(ledger, progress))) if verified else None
     history = read_history(ledger, progress, price)
     samples = read_samples(ledger, progress)

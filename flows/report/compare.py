@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from cairn.configs.loader import from_manifest
 from cairn.flows.history.diff import Parting, diff
 from cairn.flows.reading.samples import SampleView, iteration_samples
 from cairn.flows.report.blocks import Block
@@ -224,9 +223,7 @@ def _lower(title: str) -> str:
 def _evaluations(
     first: Ledger, second: Ledger, histories: tuple[History, History], untils: tuple[int, int]
 ) -> Iterator[Pair]:
-    names = dict.fromkeys(
-        one.name for ledger in (first, second) for one in from_manifest(ledger.manifest.config).eval.benchmarks
-    )
+    names = dict.fromkeys(one.name for ledger in (first, second) for one in ledger.config.eval.benchmarks)
     for name in names:
         first_score, second_score = (
             next((scores[0] for scores in reversed(_scores(history, f"eval/{name}", until))), None)

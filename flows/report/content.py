@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.balance import Balance
 from cairn.flows.reading.episodes import EpisodeView, Texts, episodes, run_texts
@@ -72,7 +71,7 @@ def run_values(
         verification: see `verification_facts`.
         configuration: see `configuration_facts`.
     """
-    config, imported = from_manifest(ledger.manifest.config), status.imported is not None
+    config, imported = ledger.config, status.imported is not None
     return {
         "name": ledger.run,
         "content": "run.html",

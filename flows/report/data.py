@@ -8,7 +8,6 @@ from itertools import chain
 import numpy as np
 import pyarrow as pa
 
-from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.costs import Costs, run_costs
 from cairn.flows.reading.metrics import eval_metrics, iteration_metrics, read_iterations, step_seconds
@@ -119,13 +118,13 @@ def history_of(
     known: Mapping[int, Iteration] | None = None,
 ) -> History:
     """Return the history of a run from the commits of each iteration. `known`: iterations that need not be computed."""
-    config, history = from_manifest(ledger.manifest.config), History(costs)
+    history = History(costs)
     for commits in filter(None, read):
         for commit in commits:
             place = commit.environment
             history.machines.setdefault((place.device, place.host or "", place.threads), set()).add(commit.step)
         one = (known or {}).get(commits[0].iteration)
-        one = one or iteration_of(commits, config, imported=ledger.manifest.imported is not None)
+        one = one or iteration_of(commits, ledger.config_of(*commits), imported=ledger.manifest.imported is not None)
         if one is not None:
             history.iterations.append(one)
     history.evaluations = dict(sorted(eval_metrics(chain.from_iterable(read)).items()))

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel
 
-from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.history.diff import differing_options
 from cairn.flows.reading.balance import Balance
@@ -290,6 +289,7 @@ def lineage_facts(ledger: Ledger, status: RunStatus, history: History) -> Facts:
             {"package": one.package, "commit": (one.commit or "no git")[:12], "since": one.since}
             for one in status.written_by
         ],
+        "layouts": [{"change": str(one), "since": one.since} for one in status.layouts],
         "machines": [
             {
                 "steps": ", ".join(sorted(steps, key=lambda step: order.index(Step(step)))),
@@ -314,7 +314,7 @@ def configuration_facts(ledger: Ledger) -> Facts:
     """Return every option of a run by section, with differences from its default and from its parent."""
     changed = {name: before for name, before, _ in differing_options(ledger.parent, ledger)} if ledger.parent else {}
     sections: dict[str, list[Facts]] = {}
-    for path, value, is_set in _options(from_manifest(ledger.manifest.config), ()):
+    for path, value, is_set in _options(ledger.config, ()):
         section = path[0] if len(path) > 1 else "run"
         name = ".".join(path)
         before = next((before for option, before in changed.items() if _is_within(name, option)), None)

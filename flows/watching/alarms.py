@@ -84,19 +84,23 @@ class MetricHistory:
 
     def alarms(self, iteration: int, commits: Sequence[Commit]) -> dict[str, str | None]:
         """Return the alarms of an iteration, see `alarms`."""
-        self._known[iteration] = iteration_metrics(commits, self._config)
+        self._known[iteration] = self._metrics(commits)
         first = max(0, iteration - self._reach + 1)
         for earlier in range(first, iteration):
             if earlier not in self._known:
-                self._known[earlier] = iteration_metrics(self._ledger.commits(earlier), self._config)
+                self._known[earlier] = self._metrics(self._ledger.commits(earlier))
         self._known = {one: known for one, known in self._known.items() if one >= first}
         return alarms([self._known[one] for one in range(first, iteration + 1)], self._config.tracking.alarms)
+
+    def _metrics(self, commits: Sequence[Commit]) -> dict[str, float]:
+        return iteration_metrics(commits, self._ledger.config_of(*commits) if commits else self._config)
 
     def _waits(self, iteration: int, commits: Sequence[Commit]) -> dict[str, float]:
         before = range(max(0, iteration - 1 - self._config.rollout.weights_lag), iteration)
         known = {one: self._commits.get(one) or self._ledger.commits(one) for one in before}
         self._commits = {**known, iteration: commits}
-        return iteration_waits(commits, [commit for one in before for commit in known[one]], self._config)
+        earlier = [commit for one in before for commit in known[one]]
+        return iteration_waits(commits, earlier, self._ledger.config_of(*commits))
 
 
 class Alarms:

@@ -15,7 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
@@ -31,6 +32,9 @@ from cairn.storage.ledger.terms import Rules, RunTerms, Terms, Upgrade, input_di
 from cairn.storage.records import Environment, code_version
 from cairn.storage.store.errors import Damaged, LeaseLost, RunDiffers, StoreError
 from cairn.storage.store.store import REQUESTS, Store
+
+if TYPE_CHECKING:
+    from cairn.configs.schema.run import RunConfig
 
 # Iterations of a run that have files. Only the folders are listed, not their contents.
 
@@ -177,6 +181,10 @@ class Ledger:
         """Terms under which this process continues the run; the newest recorded ones if it has not declared any."""
         return self._terms.now
 
+    def reread_terms(self) -> None:
+        """Read terms that a driver has recorded since they were read: for a ledger that stays open beside it."""
+        self._terms.reread()
+
     def terms_of(self, commit: Commit) -> Terms:
         """Return the terms under which a commit of the run or its parent was made. Raises Damaged if they are
         missing."""
@@ -191,6 +199,22 @@ class Ledger:
             path = layout.upgrade(self.run, commit.terms)
             raise Damaged(f"{path} is missing, but commit {commit.name} was made under its terms")
         return terms
+
+    @property
+    def config(self) -> "RunConfig":
+        """Configuration with which the run goes on, for reading only. Raises ConfigError."""
+        return self.terms.read_config
+
+    def config_of(self, *commits: Commit) -> "RunConfig":
+        """Return the configuration under which a commit of the run or its parent was made, for reading only; of several
+        commits of an iteration the newest one. Commits of a run that went on in another layout have several, which
+        differ in that alone. Raises Damaged and ConfigError."""
+        return self.terms_of(max(commits, key=attrgetter("terms"))).read_config
+
+    def config_under(self, epoch: int) -> "RunConfig":
+        """Return the configuration under which the driver with this epoch worked, for reading only."""
+        recorded = [upgrade for upgrade in self.upgrades if upgrade.epoch <= epoch]
+        return (recorded[-1] if recorded else self.manifest).read_config
 
     @cached_property
     def parent(self) -> "Ledger | None":

@@ -15,7 +15,8 @@ import itertools
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Self
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, Field, JsonValue
 
@@ -27,6 +28,9 @@ from cairn.storage.records import CodeVersion, Record, code_version
 from cairn.storage.store import canonical
 from cairn.storage.store.errors import RunDiffers, naming_damaged
 from cairn.storage.store.store import Store
+
+if TYPE_CHECKING:
+    from cairn.configs.schema.run import RunConfig
 
 # Which code is running.
 
@@ -61,6 +65,18 @@ class Terms(Record):
     def from_bytes(cls, data: bytes) -> Self:
         """Parse a sealed file. Raises ValueError, saying what is wrong."""
         return cls.model_validate(unsealed_fields(data))
+
+    @cached_property
+    def read_config(self) -> "RunConfig":
+        """The configuration, for reading only (`from_manifest`). Raises ConfigError."""
+        # The whole schema takes long to import, and few processes need it.
+        from cairn.configs.loader import from_manifest
+
+        return from_manifest(self.config)
+
+    def is_other_code(self, other: "Terms") -> bool:
+        """Return whether another version of the code wrote the other terms, or read something else."""
+        return any(getattr(self, name) != getattr(other, name) for name in ("inputs", "rules", "code_version"))
 
     def equals(self, other: "Terms") -> bool:
         """Return whether both are the terms of one version of the code, so that commits need not distinguish them."""
@@ -151,12 +167,16 @@ class RunTerms:
             return self._now
         return self.upgrades[-1] if self.upgrades else self._manifest
 
+    def reread(self) -> None:
+        """Read terms that another process has recorded since. Makes one request more than there are."""
+        self._upgrades = (*self.upgrades, *self._read(len(self.upgrades) + 1))
+
     def numbered(self, number: int) -> Terms | None:
         """Return the terms of a number, or None if they are missing."""
         if number == 0:
             return self._manifest
         if number > len(self.upgrades):
-            self._upgrades = (*self.upgrades, *self._read(len(self.upgrades) + 1))
+            self.reread()
         return self.upgrades[number - 1] if number <= len(self.upgrades) else None
 
     def begin(self) -> None:

@@ -6,12 +6,15 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import accumulate, repeat
 from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 import pyarrow.compute as pc
+from pydantic import Field, JsonValue
 
+from cairn.configs.engines import layout_changes
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, OutputFile, Step, parse_commit_name
 from cairn.storage.ledger.decisions import Decision, RedactedFile, Redaction, read_decision, redacted_files
@@ -21,6 +24,7 @@ from cairn.storage.ledger.redacted import Fault, Finding
 from cairn.storage.ledger.schemas import TRAJECTORIES, TRAJECTORY_PROMPTS
 from cairn.storage.ledger.shards import read_commits
 from cairn.storage.ledger.snapshots import is_retired, read_table
+from cairn.storage.ledger.terms import Terms, Upgrade
 from cairn.storage.logs.admissions import Admitted, Claim, claimed_numbers, read_claim
 from cairn.storage.records import Record
 from cairn.storage.store import canonical
@@ -120,6 +124,11 @@ class Verified(Record):
     findings: tuple[Finding, ...] = ()
     groups: GroupCounts | None = None
     """Counts of the groups; only for `groups`."""
+    other_code: bool = False
+    """Whether these terms are those of another version of the code than the terms before."""
+    layout: dict[str, tuple[JsonValue, JsonValue]] = Field(default_factory=dict)
+    """Options of the layout of ranks and engines whose value differs from the terms before: that value, and the new
+    one."""
 
     @property
     def is_commit(self) -> bool:
@@ -128,10 +137,12 @@ class Verified(Record):
 
 
 def counts(checks: Sequence[Verified]) -> dict[str, int]:
-    """Return the numbers of commits, upgrades, decisions and files that were checked, and of their bytes."""
+    """Return the numbers of commits, decisions and files that were checked and of their bytes, and how often the
+    version of the code and the layout changed."""
     return {
         "commits": sum(check.is_commit for check in checks),
-        "upgrades": sum(check.name.startswith("upgrades/") for check in checks),
+        "upgrades": sum(check.other_code for check in checks),
+        "layouts": sum(bool(check.layout) for check in checks),
         "decisions": sum(check.name.startswith("decisions/") for check in checks),
         **{name: sum(getattr(check, name) for check in checks) for name in ("files", "bytes", "retired", "redacted")},
     }
@@ -147,7 +158,7 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
     store = ledger.store
     manifest = layout.run_manifest(ledger.run)
     yield _verify_sealed("run.json", manifest, store.read(manifest))
-    yield from _verify_upgrades(store, ledger.run)
+    yield from _verify_upgrades(ledger)
     yield from _verify_decisions(ledger)
     claims: list[Claim] = []
     yield from _verify_claims(ledger, claims)
@@ -238,14 +249,23 @@ def _name(path: str) -> str:
     return path.partition("/iterations/")[2].removesuffix(".json")
 
 
-def _verify_upgrades(store: Store, run: str) -> Iterator[Verified]:
+def _verify_upgrades(ledger: Ledger) -> Iterator[Verified]:
+    before: Terms | None = ledger.manifest
     for number in itertools.count(1):
-        path = layout.upgrade(run, number)
+        path = layout.upgrade(ledger.run, number)
         try:
-            data = store.read(path)
+            data = ledger.store.read(path)
         except FileNotFoundError:
             return
-        yield _verify_sealed(path.removeprefix(f"{layout.run(run)}/"), path, data)
+        checked = _verify_sealed(path.removeprefix(f"{layout.run(ledger.run)}/"), path, data)
+        after: Upgrade | None = None
+        changes: dict[str, Any] = {"other_code": True}
+        with suppress(ValueError):
+            after = Upgrade.from_bytes(data)
+        if before is not None and after is not None:
+            changes = {"other_code": before.is_other_code(after), "layout": layout_changes(before.config, after.config)}
+        yield checked.model_copy(update=changes)
+        before = after
 
 
 def _verify_decisions(ledger: Ledger) -> Iterator[Verified]:

@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 from pydantic import JsonValue
 
-from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.types.keeping import WantedSample
 from cairn.engines.types.trajectories import SampleRequest
@@ -210,7 +209,8 @@ class RunContext(RecordedRun):
             cache_bytes: see `RecordedRun`.
         """
         super().__init__(config, ledger, cache_bytes)
-        self._whole_config, self._trusted = config, trusted
+        self.whole_config, self._trusted = config, trusted
+        """The whole configuration, of which `config` may be a view."""
         self.tokenizer = tokenizer
         self.data = data
         self.max_prompt_len = max_prompt_len
@@ -331,8 +331,8 @@ class RunContext(RecordedRun):
         shared with a parent, this is the parent's. Raises ConfigError where it contains something that a store must not
         request.
         """
-        recorded = from_manifest(self.ledger.terms_of(commit).config)
-        return self._whole_config if recorded == self._whole_config else self._trusted(recorded)
+        recorded = self.ledger.config_of(commit)
+        return self.whole_config if recorded == self.whole_config else self._trusted(recorded)
 
     def commit(self, **fields: Any) -> Commit:
         """Create a commit, or adopt the one that another driver created first. Waits for unfinished steps of iterations

@@ -11,7 +11,9 @@ anything else                    the engine is discarded: a restart brings it to
 
 import time
 
+from cairn.configs.engines import layout_changes
 from cairn.configs.errors import Failure
+from cairn.configs.schema.run import RunConfig
 from cairn.engines.types.errors import ClusterLost, EngineDied, EngineError, EngineTimeout
 from cairn.engines.types.types import Position
 from cairn.storage.ledger.commits import Commit, Step
@@ -107,7 +109,13 @@ def replay(run: RunContext, committed: Commit) -> None:
     """Replay a committed train step on the engine, from its snapshots. Raises ReplayDiverged for another state
     digest."""
     require_unredacted(run, committed)
-    run = run.seen_as(run.config_of(committed))  # the view of the replayed step, not that of the caller
+    made = run.config_of(committed)
+    if changes := layout_differences(made, run.whole_config):
+        raise ReplayDiverged(
+            f"{committed.name} was made in another layout ({changes}), so a replay in this one has other bits, and "
+            "there is no checkpoint after it to begin from"
+        )
+    run = run.seen_as(made)  # the view of the replayed step, not that of the caller
     assert committed.weight_version_in is not None
     began = time.perf_counter()
     result = run.fleet.training.train(
@@ -120,6 +128,14 @@ def replay(run: RunContext, committed: Commit) -> None:
     )
     _require_state(committed, result.state_digest)
     run.replays.add(time.perf_counter() - began)
+
+
+def layout_differences(then: RunConfig, now: RunConfig, within: str = "training.") -> str:
+    """Return how the layouts of two configurations differ, as words; empty where they do not. By default those of the
+    training engine, whose updates have other bits in another one."""
+    changes = {} if then is now else layout_changes(then.model_dump(mode="json"), now.model_dump(mode="json"))
+    own = {name: both for name, both in changes.items() if name.startswith(within)}
+    return ", ".join(f"{name} {before} then, {after} now" for name, (before, after) in own.items())
 
 
 def require_unredacted(run: RunContext, committed: Commit) -> None:

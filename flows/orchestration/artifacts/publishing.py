@@ -312,7 +312,7 @@ class Pages:
         self._bar.show(self._now.percent, str(self._now))
 
     def _iteration_done(self, index: int, commits: Sequence[Commit]) -> None:
-        metrics = iteration_metrics(commits, self._run.config)
+        metrics = iteration_metrics(commits, self._run.ledger.config_of(*commits))
         reward = mean_reward(metrics)
         if reward is not None:
             self._rewards[index] = reward
@@ -320,7 +320,7 @@ class Pages:
             for benchmark in self._run.config.eval.benchmarks:
                 if f"eval/{benchmark.name}" in scores:
                     self._scores.setdefault(benchmark.name, {})[trained] = scores[f"eval/{benchmark.name}"]
-        for cost in step_costs(commits, self._run.config):
+        for cost in step_costs(commits, self._run.ledger.config_of):
             self._costs[cost.step] = _sum(self._costs.get(cost.step), cost)
         self._done = max(self._done, index + 1)
         self._newest = next((commit for commit in commits if commit.step is Step.TRAIN), self._newest)
@@ -346,8 +346,9 @@ class Pages:
             if index not in self._existing:
                 commits = self._missing[index] or self._run.ledger.commits(index)
                 flow_run = self._flow_runs.get(index, self._driver)
-                page = iteration_page(self._run.ledger, self._run.config, commits, self._samples(commits))
-                short = f"Iteration {index}: {in_short(iteration_metrics(commits, self._run.config))}"
+                config = self._run.ledger.config_of(*commits)
+                page = iteration_page(self._run.ledger, config, commits, self._samples(commits))
+                short = f"Iteration {index}: {in_short(iteration_metrics(commits, config))}"
                 card = "\n\n".join([short, *board_link(self._run.ledger.run)])
                 self._board.create(ITERATION, "markdown", page, card, flow_run)
                 self._existing.add(index)

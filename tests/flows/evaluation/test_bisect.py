@@ -13,19 +13,23 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from cairn.configs.schema.evaluation import Benchmark
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.types.types import TrainBatch
 from cairn.flows.cli import app
+from cairn.flows.driver.trust import recorded_config
 from cairn.flows.evaluation import bisect as module
-from cairn.flows.evaluation.bisect import search, without_group
+from cairn.flows.evaluation.bisect import CannotBisect, bisect, search, without_group
 from cairn.flows.events import Event
 from cairn.flows.export import model as export_module
 from cairn.flows.export.model import export
 from cairn.flows.iteration import iteration
 from cairn.storage.evals import folders
+from cairn.storage.ledger.commits import Commit
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
 from cairn.tasks.durable.context import RunContext
+from tests.flows.written_runs import new_run
 from tests.tiny_run import PROMPTS, DirectSteps, tiny_config, tiny_context, write_assets
 
 GROUPS = 4
@@ -118,8 +122,10 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     versions: list[int] = []
 
     @contextmanager
-    def context(ledger: Ledger, emit: Callable[[Event], None], *, trains_only: bool = False) -> Iterator[RunContext]:
-        config = RunConfig.model_validate(ledger.manifest.config)
+    def context(
+        ledger: Ledger, emit: Callable[[Event], None], *, trains_only: bool = False, made: Commit | None = None
+    ) -> Iterator[RunContext]:
+        config = recorded_config(ledger, made=made)
         with tiny_context(ledger.store.url, config, ledger.run) as (run, _):
             train = run.fleet.training.train
 
@@ -184,6 +190,12 @@ def test_what_cannot_be_searched_is_named(folder: Path) -> None:
         assert sentence in result.stderr
     assert "there is no run" in cairn(store, "other", "heldout").stderr
     assert list(folders(open_store(store))) == evaluated
+
+
+def test_a_run_that_does_not_publish_every_version_is_refused(tmp_path: Path) -> None:
+    ledger = new_run(str(tmp_path), algorithm={"loss_type": "sft_loss"}, data={"response_key": "response"})
+    with pytest.raises(CannotBisect, match="learns from its data and publishes only the weights that it evaluates"):
+        bisect(ledger, Benchmark.model_construct())
 
 
 def poisoned_run_is_explained(

@@ -18,7 +18,7 @@ from cairn.flows.history import replay as module
 from cairn.flows.history.fork import fork
 from cairn.flows.history.replay import replay_all
 from cairn.flows.iteration import iteration
-from cairn.storage.ledger.commits import Step
+from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
 from cairn.storage.upkeep.redaction import redact
@@ -56,10 +56,12 @@ def opened(made: str, monkeypatch: pytest.MonkeyPatch) -> Opened:
     names: Opened = []
 
     @contextmanager
-    def context(ledger: Ledger, emit: Callable[[Event], None], *, trains_only: bool) -> Iterator[RunContext]:
+    def context(
+        ledger: Ledger, emit: Callable[[Event], None], *, trains_only: bool, made: Commit | None
+    ) -> Iterator[RunContext]:
         names.append(f"{ledger.run}, trainer" if trains_only else ledger.run)
         config = RunConfig.model_validate(ledger.manifest.config)
-        with tiny_context(made, config, ledger.run) as (run, _):
+        with tiny_context(ledger.store.url, config, ledger.run) as (run, _):
             yield run
 
     monkeypatch.setattr(module, "read_only_context", context)

@@ -39,7 +39,10 @@ def lease(epoch: int, began: float, ended: float, outcome: Outcome | None) -> Le
 
 
 def test_each_step_takes_the_devices_it_works_on(commits: list[Commit], config: RunConfig) -> None:
-    spent = {cost.step: (cost.seconds, cost.device_seconds, cost.tokens) for cost in step_costs(commits, config)}
+    spent = {
+        cost.step: (cost.seconds, cost.device_seconds, cost.tokens)
+        for cost in step_costs(commits, lambda commit: config)
+    }
     assert spent == {
         Step.ROLLOUT: (6, 6 * 1 + 3 * 1, 2 * (2 + 3) + 2 * 4),  # one engine for 6 s, the other for 3
         Step.REWARD: (1, 0, None),
@@ -53,7 +56,7 @@ def test_each_step_takes_the_devices_it_works_on(commits: list[Commit], config: 
 
 def test_shards_that_one_engine_works_on_at_a_time_share_it(commits: list[Commit], config: RunConfig) -> None:
     alone = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_engines": 1})})
-    rollout = next(cost for cost in step_costs(commits, alone) if cost.step is Step.ROLLOUT)
+    rollout = next(cost for cost in step_costs(commits, lambda commit: alone) if cost.step is Step.ROLLOUT)
     assert rollout.device_seconds == 6
 
 
@@ -80,7 +83,7 @@ def test_devices_are_those_that_the_configuration_reserves(
 
 
 def test_an_evaluation_is_priced_by_itself(commits: list[Commit], config: RunConfig) -> None:
-    (cost,) = with_prices(evaluation_costs(commits, config), 900)
+    (cost,) = with_prices(evaluation_costs(commits, lambda commit: config), 900)
     assert (cost.benchmark, cost.trained, cost.samples, cost.tokens) == ("heldout", 0, 1, 3)
     assert (cost.device_seconds, cost.price) == (8, 2)
 
@@ -129,7 +132,7 @@ def test_waste_is_named_by_its_cause(commits: list[Commit], config: RunConfig) -
         metrics = {**commit.metrics, **fault["metrics"]}
         broken.append(commit.model_copy(update={"metrics": metrics, "timings": fault["timings"], "epoch": 2}))
     leases = [lease(1, -20, -10, None), lease(2, -5, 22, Outcome.COMPLETED)]
-    found = {waste.cause: waste for waste in wasted([broken], leases, config)}
+    found = {waste.cause: waste for waste in wasted([broken], leases, lambda commit: config, lambda epoch: config)}
     # Of five groups, by what their rollouts say now, one was dropped; they took 9 device-seconds and 18 tokens.
     assert {cause: (waste.count, waste.device_seconds, waste.tokens) for cause, waste in found.items()} == {
         "superseded attempts, at most (engine_died 2)": (2, 5 * 2, None),
@@ -143,7 +146,9 @@ def test_waste_is_named_by_its_cause(commits: list[Commit], config: RunConfig) -
 
 
 def test_an_undisturbed_run_wastes_only_what_its_filter_drops(commits: list[Commit], config: RunConfig) -> None:
-    found = with_prices(wasted([commits], [lease(1, 0, 22, Outcome.COMPLETED)], config), 3600)
+    found = with_prices(
+        wasted([commits], [lease(1, 0, 22, Outcome.COMPLETED)], lambda commit: config, lambda epoch: config), 3600
+    )
     assert [(waste.cause, waste.count, waste.device_seconds, waste.tokens, waste.price) for waste in found] == [
         ("dropped groups: zero_std_1", 1, 9 / 3, 18 / 3, 9 / 3)
     ]

@@ -26,7 +26,7 @@ def slices(made: dict[str, Any]) -> dict[str, list[tuple[str, float, float]]]:
 
 
 def test_every_commit_is_a_slice_in_the_row_of_what_made_it(ledger: Ledger, commits: list[Commit]) -> None:
-    found = slices(trace(commits, config_of(ledger)))
+    found = slices(trace(commits, ledger.config_of))
     assert list(found) == ["rollout engine 0", "rollout engine 1", "trainer", "driver and graders"]
     evaluated = ("eval.heldout-v000000", 0, 4)
     assert found["rollout engine 0"] == [evaluated, ("rollout.00-000", 4, 10)]
@@ -44,7 +44,7 @@ def test_new_tries_and_the_parts_of_a_step_are_slices(ledger: Ledger, commits: l
             "timings": {"failed_tries": 3.0, "retry_wait": 1.0, "run": 4.0, "write": 0.5},
         }
     )
-    made = trace([*commits, tried.model_copy(update={"shard": "again"})], config_of(ledger))
+    made = trace([*commits, tried.model_copy(update={"shard": "again"})], ledger.config_of)
     found = slices(made)["trainer"]
     assert ("train: failed tries and waits", 10, 14) in found
     assert {("run", 14, 18), ("write", 18, 18.5), ("commit", 18.5, 19)} <= set(found)
@@ -57,7 +57,7 @@ def test_slices_of_one_lane_lie_beside_or_within_each_other(ledger: Ledger, comm
         update={"rollout": config_of(ledger).rollout.model_copy(update={"num_engines": 1})}
     )
     lanes: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for event in trace(commits, alone)["traceEvents"]:
+    for event in trace(commits, lambda commit: alone)["traceEvents"]:
         if event["ph"] == "X":
             lanes.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
     assert len([lane for lane in lanes if lane[0] == 1]) == 2, "two shards at a time on one engine"
