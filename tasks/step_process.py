@@ -6,9 +6,10 @@ that a live run has raises an error.
 
 from collections.abc import Hashable, Sequence
 from copy import copy
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
+from cairn.configs.kinds import user_code
 from cairn.engines.models.tokenizers import load_tokenizer, stop_clock
 from cairn.engines.types.errors import EngineError
 from cairn.storage.ledger.ledger import Ledger
@@ -16,8 +17,9 @@ from cairn.storage.ledger.snapshots import Attempt
 from cairn.storage.opening import open_store
 from cairn.tasks.durable.beside import Question, serve
 from cairn.tasks.durable.context import RunContext
+from cairn.tasks.durable.plugin_sources import require_recorded
 from cairn.tasks.durable.step import GraderTerms, Outcome, StepCall, StepRequest
-from cairn.tasks.rewards.grader import Graded
+from cairn.tasks.rewards.grader import GRADER_OPTIONS, Graded
 from cairn.tasks.rewards.sample import Sample
 from cairn.tasks.steps import steps_of
 
@@ -75,9 +77,18 @@ def _run(opened: dict[tuple[str, str], RunContext], request: StepRequest, ask: Q
     run = copy(opened[key])
     run.config, run.graders = request.config, {None: DriversGrader(request.grader, ask)}
     step = steps_of(request.config)[request.step]
+    for option, paths in user_code(request.config).items():
+        if option in request.sources and option not in GRADER_OPTIONS:
+            _load(tuple(paths), request.sources[option])
     attempt = Attempt(run.ledger.store, request.run, request.iteration, request.step, request.shard, request.attempt)
     call = StepCall(run, request.iteration, request.shard, attempt, request.input_digest, request.earlier_digests)
     return step.perform(call, *request.args, **request.kwargs)
+
+
+@cache  # what is loaded stays as it is
+def _load(paths: tuple[str, ...], recorded: str) -> None:
+    """Load user code, which may have been changed since the driver loaded it. Raises BadPlugin then."""
+    require_recorded(paths, recorded)
 
 
 def _open(request: StepRequest) -> RunContext:

@@ -56,6 +56,17 @@ def digest_of_all(digests: Iterable[str]) -> str:
     return all_digests[0] if len(all_digests) == 1 else canonical.digest(all_digests)
 
 
+def require_recorded(paths: Iterable[str], recorded: str) -> None:
+    """Load the functions that an option names. Raise BadPlugin where their source is no longer the recorded one, or
+    where one cannot be loaded."""
+    names = list(paths)
+    if digest_of_all(map(source_digest, names)) != recorded:
+        raise BadPlugin(
+            f"the source of {' or '.join(names)} was changed while the run used it: undo the change and run "
+            "`cairn resume`, or run `cairn fork` to use the new source"
+        )
+
+
 def defining_file_digest(function: Callable[..., Any]) -> str:
     """Return the SHA-256, in hex, of the file that defines a callable, or its class. The ledger records it under the
     option's own name. Raises BadPlugin if the callable has no source file."""

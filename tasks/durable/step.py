@@ -142,15 +142,19 @@ class StepRequest:
     earlier_digests: frozenset[str]
     environment: Environment
     grader: GraderTerms
+    sources: Mapping[str, str]
+    """Recorded digest of the source of the user code that each option names."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @classmethod
-    def of(cls, step: Step, call: StepCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "StepRequest":
+    def of(
+        cls, step: "DurableStep[Any]", call: StepCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> "StepRequest":
         """Return the request for a call of a step."""
         run, grader = call.run, call.run.grader
         return cls(
-            step,
+            step.name,
             run.config,
             run.ledger.store.url,
             run.ledger.run,
@@ -162,6 +166,7 @@ class StepRequest:
             call.earlier_digests,
             run.environment,
             GraderTerms(grader.name, grader.version, grader.sees_whole_samples, grader.sees_tokens, grader.by_group),
+            {option: run.ledger.terms.plugin_digest(option) for option in step.plugins},
             args,
             kwargs,
         )
@@ -274,7 +279,7 @@ class DurableStep(Generic[Args]):
         """
         process = call.run.attached(StepProcess)
         if process is not None and self.beside and goes_beside(call) and _large([*args, *kwargs.values()]):
-            outcome: Outcome = process.call(StepRequest.of(self.name, call, args, kwargs), partial(_answer, call.run))
+            outcome: Outcome = process.call(StepRequest.of(self, call, args, kwargs), partial(_answer, call.run))
             return outcome
         call = replace(call, run=call.run.seen_as(view(call.run.config, self._reader(call.run.config))))
         began = time.perf_counter()

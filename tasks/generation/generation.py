@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, overload
 
-from cairn.configs.plugins import BadPlugin
 from cairn.engines.agents.episodes.context import EpisodeOptions
 from cairn.engines.agents.episodes.user_code import SINGLE_TURN, GenerateFunction
 from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed
@@ -39,7 +38,7 @@ from cairn.engines.types.types import FinishReason, SamplingParams
 from cairn.storage.ledger.commits import Commit
 from cairn.tasks.durable.casualties import Place
 from cairn.tasks.durable.context import RunContext
-from cairn.tasks.durable.plugin_sources import digest_of_all, source_digest
+from cairn.tasks.durable.plugin_sources import require_recorded
 from cairn.tasks.durable.step import StepCall
 from cairn.tasks.durable.versions import version_of
 from cairn.tasks.generation.checks import require_versions, usable
@@ -310,15 +309,15 @@ def generate_function(run: RunContext) -> GenerateFunction:
     name = run.config.rollout.custom_generate_function_path
     if name == SINGLE_TURN:
         return GenerateFunction(name)
-    if "." in name and source_digest(name) != run.ledger.terms.plugin_digest(option):
-        raise _changed_source(name)
+    if "." in name:
+        require_recorded([name], run.ledger.terms.plugin_digest(option))
     file, separator, function = name.rpartition(":")
     if separator and file.endswith(".py"):
         name = f"{Path(file).expanduser().resolve()}:{function}"
     rollout = run.config.rollout
     tools = [name for name in rollout.tools if "." in name]
-    if tools and digest_of_all(map(source_digest, tools)) != run.ledger.terms.plugin_digest("rollout.tools"):
-        raise _changed_source(" or ".join(tools))
+    if tools:
+        require_recorded(tools, run.ledger.terms.plugin_digest("rollout.tools"))
     return GenerateFunction(
         name,
         tuple(map(os.path.abspath, sys.path)),
@@ -326,11 +325,4 @@ def generate_function(run: RunContext) -> GenerateFunction:
         rollout.custom_generate_timeout,
         rollout.episode_timeout,
         EpisodeOptions.of(run.config),
-    )
-
-
-def _changed_source(names: str) -> BadPlugin:
-    return BadPlugin(
-        f"the source of {names} was changed while the run used it: undo the change and run `cairn resume`, or run "
-        "`cairn fork` to use the new source"
     )

@@ -35,5 +35,5 @@ def users_function(request: str, ask: Question) -> Any:
     raise ERRORS[request]
 
 
-def main(connection: int, parent: int) -> None:
-    serve(connection, parent, users_function)
+def main(connection: int, parent: int, *others: Any) -> None:
+    serve(connection, parent, users_function, *others)

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.types.errors import EngineDied
 from cairn.flows.iteration import iteration
@@ -138,6 +139,19 @@ def test_what_the_grader_raises_reaches_the_driver_as_it_was(
         with pytest.raises(Full) as raised:
             iteration(run, DirectSteps(run), 0)
         assert raised.value is error
+
+
+def test_user_code_that_was_changed_before_the_process_loads_it_is_refused(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process: StepProcess
+) -> None:
+    file = tmp_path / "keeping.py"
+    file.write_text("def keep(samples):\n    return True\n")
+    config = tiny_config(tiny_assets, rollout={"dynamic_sampling_filter": f"{file}:keep"})
+    with driven(tmp_path / "store", config, monkeypatch, process) as run:
+        file.write_text("def keep(samples):\n    return True  # in another way\n")
+        with pytest.raises(BadPlugin, match=r"keeping\.py:keep was changed while the run used it"):
+            iteration(run, DirectSteps(run), 0)
+        assert run.find(0, Step.FILTER, "00") is None
 
 
 @pytest.fixture(scope="module")
