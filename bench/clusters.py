@@ -18,8 +18,10 @@ from bench.driver_load import Costs, Load, Size
 from bench.pipeline_sim import Machine, Prediction, predictions
 from cairn.configs.catalogue import hardware
 from cairn.configs.loader import load
+from cairn.configs.schema.run import RunConfig
 from cairn.engines.models.quantized import quantization_config
-from cairn.engines.plan.sync import exchange_of
+from cairn.engines.plan.sync import Exchange, exchange_of
+from cairn.engines.plan.tensors import Model
 from cairn.engines.rollout.plan import kind_of, served_model
 from cairn.flows.plan.subject import planned_model
 
@@ -116,22 +118,26 @@ TRANSPORTED = {
 """Published seconds of a version by recipe (NeMo-RL #2808 and its sparse-delta-refit guide, verl, Perplexity)."""
 
 
-def transports(recipes: Iterable[str] = TRANSPORTED, gpu: str = "h100") -> tuple[Table, list[dict[str, Any]]]:
+def exchange(config: RunConfig) -> tuple[Model, Exchange]:
+    """Return the trained model of a recipe, and what one version of its weights costs."""
+    model, _ = planned_model(config.model.path)
+    served, _ = planned_model(served_model(config)[0])
+    stored = getattr(served.config, "quantization_config", None)
+    scheme = quantization_config(stored) if stored and kind_of(config.rollout.engine).holds_as_stored else None
+    return model, exchange_of(model, config.training, config.fleet.update_weight_buffer_size, scheme)
+
+
+def transports(recipes: Iterable[str] = TRANSPORTED) -> tuple[Table, list[dict[str, Any]]]:
     """Return what a version costs in the layouts of recipes, whole, beside published seconds.
 
     Operations and bytes are counted from shapes. Seconds are those of the sent bytes over the network card of one GPU,
     because rank 0 broadcasts them where trainer and engines are apart.
     """
-    rate = 1e9 * hardware(gpu).network_gb_s
+    rate = 1e9 * hardware("h100").network_gb_s
     table = Table("recipe", "GB", "operations a rank", "GB sent", f"s at {rate / 1e9:.0f} GB/s", "published")
     rows = []
     for name in recipes:
-        config = load(str(RECIPES / f"{name}.yaml"), [])
-        model, _ = planned_model(config.model.path)
-        served, _ = planned_model(served_model(config)[0])
-        stored = getattr(served.config, "quantization_config", None)
-        scheme = quantization_config(stored) if stored and kind_of(config.rollout.engine).holds_as_stored else None
-        cost = exchange_of(model, config.training, config.fleet.update_weight_buffer_size, scheme)
+        _, cost = exchange(load(str(RECIPES / f"{name}.yaml"), []))
         rows.append({"recipe": name, "bytes": cost.nbytes, "operations": cost.collectives, "sent": cost.sent})
         table.add_row(
             name,

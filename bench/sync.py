@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 
+from bench.clusters import exchange
 from bench.command import parse, say
 from bench.rollout import build_model
 from cairn.configs.loader import load
@@ -34,11 +35,8 @@ from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.handles import UPDATING
 from cairn.engines.fleet.weights.transports import transport_of
 from cairn.engines.fleet.weights.verification import verify_log_probs
-from cairn.engines.models.quantized import quantization_config
-from cairn.engines.plan.sync import exchange_of, nemo_rl_collectives, slime_collectives
+from cairn.engines.plan.sync import nemo_rl_collectives, slime_collectives
 from cairn.engines.rollout.base import RolloutEngine
-from cairn.engines.rollout.plan import kind_of, served_model
-from cairn.flows.plan.subject import planned_model
 
 TRANSPORTS = ("tensor", "disk", "distributed")
 START_TIMEOUT = 600.0
@@ -99,11 +97,7 @@ def count(recipes: list[str], overrides: list[str]) -> None:
     table = Table("recipe", "GB", "tensors", "buckets", "collectives", "GB sent", "slime", "NeMo-RL")
     for recipe in recipes:
         config = load(recipe, overrides)
-        model, _ = planned_model(config.model.path)
-        served, _ = planned_model(served_model(config)[0])
-        stored = getattr(served.config, "quantization_config", None)
-        scheme = quantization_config(stored) if stored and kind_of(config.rollout.engine).holds_as_stored else None
-        cost = exchange_of(model, config.training, config.fleet.update_weight_buffer_size, scheme)
+        model, cost = exchange(config)
         table.add_row(
             Path(recipe).stem,
             f"{cost.nbytes / 1e9:.1f}",

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,9 +26,10 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from bench.command import parse, say
+from bench.rollout import VOCAB_SIZE, build_model
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
@@ -36,7 +38,6 @@ from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.types.types import TrainBatch
 from tests.flows.plan.measured import highest
 
-VOCAB_SIZE = 384
 SAMPLES = 256
 
 
@@ -61,26 +62,6 @@ class Result:
     """Share of the digest in the step's time."""
 
 
-def build_model(hidden_size: int, folder: str) -> int:
-    """Save a Qwen3 model with random weights; return the number of its parameters."""
-    torch.manual_seed(0)
-    head_dim = 16 if hidden_size < 512 else 64
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=hidden_size,
-        intermediate_size=3 * hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=hidden_size // head_dim,
-        num_key_value_heads=hidden_size // head_dim // 2,
-        head_dim=head_dim,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
-    return model.num_parameters()
-
-
 def make_batch() -> TrainBatch:
     """Return the samples."""
     draw = np.random.default_rng(0)
@@ -103,7 +84,7 @@ def cpu_seconds(call: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def measure(folder: str, parameters: int, budgets: list[int | None], rounds: int) -> list[Result]:
+def measure(folder: str, budgets: list[int | None], rounds: int) -> list[Result]:
     """Measure the variants, and the digest of a state of the same size, alternating."""
     batch = make_batch()
     variants = [(budget, packed) for budget in budgets for packed in (False, True)]
@@ -118,6 +99,7 @@ def measure(folder: str, parameters: int, budgets: list[int | None], rounds: int
         for budget, packed in variants
     }
     model = Qwen3ForCausalLM.from_pretrained(folder)
+    parameters = model.num_parameters()
     state = [
         (f"{kind}.{name}", p)
         for kind in ("parameters", "exp_avg", "exp_avg_sq")
@@ -175,7 +157,8 @@ def main() -> None:
     table = Table("hidden", "parameters", "max tokens", "rows", "s / step", "tokens/s", "speed-up", "peak MB", "digest")
     for hidden_size in args.hidden:
         with tempfile.TemporaryDirectory() as folder:
-            results += measure(folder, build_model(hidden_size, folder), [None, *args.max_tokens], args.rounds)
+            build_model(hidden_size, Path(folder))
+            results += measure(folder, [None, *args.max_tokens], args.rounds)
     for result in results:
         table.add_row(
             str(result.hidden_size),

@@ -340,23 +340,42 @@ def check_bytes(path: str, output: OutputFile, size: int, sha256: str) -> None:
         )
 
 
+class CheckedTable:
+    """The bytes of a committed table, which are read and checked once. Columns are decoded when they are needed."""
+
+    def __init__(self, store: Store, run: str, output: OutputFile) -> None:
+        """Read the file. Raises Damaged, naming the file, if it is missing or differs from what was committed, and
+        Retired."""
+        self._path = layout.in_run(run, output.path)
+        self._data = read_bytes(store, run, output)
+        place = layout.parse_file(run, self._path)
+        self._schema = None if place is None else SCHEMAS.get(place[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file in bytes."""
+        return len(self._data)
+
+    def read(self, columns: Collection[str] | None = None) -> pa.Table:
+        """Return the table, or those of some columns that it has. Columns that the step's schema got later are null."""
+        table = self.recorded(columns)
+        if self._schema is not None:
+            table = complete(table, self._schema)
+        return table if columns is None else table.select([name for name in table.column_names if name in columns])
+
+    def recorded(self, columns: Collection[str] | None = None) -> pa.Table:
+        """Return the table with the columns with which it was written, or those of `columns` that it has."""
+        try:
+            return from_parquet(self._data, columns)
+        except ValueError as error:
+            raise Damaged(f"{self._path} is not in Cairn's format: {error}") from error
+
+
 def read_table(store: Store, run: str, output: OutputFile, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return a committed table, or some of its columns. Columns that the step's schema got later are null.
-
-    Raises Damaged, naming the file, if it is missing or differs from what was committed, and Retired. The whole file is
-    checked whatever columns are wanted.
-    """
-    table = read_recorded_table(store, run, output, columns)
-    place = layout.parse_file(run, layout.in_run(run, output.path))
-    if place is not None and place[1] in SCHEMAS:
-        table = complete(table, SCHEMAS[place[1]])
+    """Return a committed table, or some of its columns, as `CheckedTable.read` does. Raises as it does; the whole file
+    is checked whatever columns are wanted."""
+    table = CheckedTable(store, run, output).read(columns)
     return table if columns is None else table.select(list(columns))
-
-
-def sample_rows(table: pa.Table, groups: Collection[int] | None = None) -> dict[tuple[int, int], dict[str, Any]]:
-    """Return the rows of a table of samples by (group, sample); with `groups`, those of these groups."""
-    few = table if groups is None else table.filter(pc.is_in(table["group_id"], pa.array(sorted(groups), pa.int64())))
-    return {(row["group_id"], row["sample_index"]): row for row in few.to_pylist()}
 
 
 def read_recorded_table(store: Store, run: str, output: OutputFile, columns: Sequence[str] | None = None) -> pa.Table:
@@ -364,8 +383,10 @@ def read_recorded_table(store: Store, run: str, output: OutputFile, columns: Seq
 
     Raises like `read_table`.
     """
-    data = read_bytes(store, run, output)
-    try:
-        return from_parquet(data, columns)
-    except ValueError as error:
-        raise Damaged(f"{layout.in_run(run, output.path)} is not in Cairn's format: {error}") from error
+    return CheckedTable(store, run, output).recorded(columns)
+
+
+def sample_rows(table: pa.Table, groups: Collection[int] | None = None) -> dict[tuple[int, int], dict[str, Any]]:
+    """Return the rows of a table of samples by (group, sample); with `groups`, those of these groups."""
+    few = table if groups is None else table.filter(pc.is_in(table["group_id"], pa.array(sorted(groups), pa.int64())))
+    return {(row["group_id"], row["sample_index"]): row for row in few.to_pylist()}

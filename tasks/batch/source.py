@@ -18,11 +18,10 @@ from cairn.engines.training.needs import loss_needs
 from cairn.engines.types.batches import BatchOutline
 from cairn.engines.types.images import Image
 from cairn.engines.types.types import SamplingSupport, TrainBatch
-from cairn.storage.ledger.checked import CheckedTable
 from cairn.storage.ledger.commits import Commit, OutputFile
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import IMAGES, ROUTED, SEQUENCES, SUPPORT, TRAJECTORIES, TRAJECTORY_PROMPTS
-from cairn.storage.ledger.snapshots import read_recorded_table
+from cairn.storage.ledger.snapshots import CheckedTable, read_recorded_table
 from cairn.storage.opening import open_store
 from cairn.tasks.batch.batch import (
     Selected,
@@ -249,14 +248,11 @@ class SnapshotReader:
             self._wanted = [frozenset(self._sample_of[sequence] for sequence in own) for own in wanted]
         file = self._tables.pop(part)
         made: dict[frozenset[int], _Rows] = {}  # ranks that share their sequences get the same
-        for own in self._wanted:
-            made.setdefault(own, _Rows("", (), pa.table({})))
         if part >= len(self._shards):
             kind, _ = self._whole[part - len(self._shards)]
             table = file.read(_ADVANTAGES if kind == "advantage" else _SCORES)
-            for own in made:
-                numbers = sorted(own)
-                made[own] = _Rows(kind, numbers, _taken(table, numbers))
+            for own in set(self._wanted):
+                made[own] = _Rows(kind, sorted(own), _taken(table, sorted(own)))
             return [made[own] for own in self._wanted]
         places, indices = self._rows_of.pop(part)
         numbers = [number for place in places for number in range(self._first[place], self._first[place + 1])]
@@ -271,7 +267,7 @@ class SnapshotReader:
             images=images,
             routes=_routes(numbers, table) if self._batch.replays else None,
         )
-        for own in made:
+        for own in set(self._wanted):
             chosen = [row for row, number in enumerate(numbers) if number in own]
             rows = _taken(table, chosen)
             made[own] = replace(shared, samples=[numbers[row] for row in chosen], table=rows)

@@ -9,12 +9,11 @@ import pyarrow as pa
 from cachetools import LRUCache
 
 from cairn.configs.schema.run import RunConfig
-from cairn.storage.ledger.checked import CheckedTable
 from cairn.storage.ledger.commits import Commit, OutputFile, Step
 from cairn.storage.ledger.layout import CALLS_FILE, RESULTS_FILE
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import CALLS, IMAGE_BYTES, complete
-from cairn.storage.ledger.snapshots import read_recorded_table
+from cairn.storage.ledger.snapshots import CheckedTable, read_recorded_table
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store
 

@@ -1,6 +1,7 @@
 """Checkpoints and versions of the weights are written while the next iterations run, and their commits follow."""
 
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from cairn.flows.pipeline import Pipeline
 from cairn.flows.train import first_to_execute
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.publications import stored
+from cairn.storage.opening import open_store
 from cairn.storage.store.errors import StoreError
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.step import DurableStep
@@ -88,10 +90,17 @@ def after_update(run: RunContext, fleet: LocalFleet, iteration: int, then: Calla
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str | None]:
-    with tiny_context(str(tmp_path_factory.mktemp("undisturbed")), tiny(tiny_assets)) as (run, _):
+def whole_run(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str | None]]:
+    """Store and digests of a run that nothing disturbed."""
+    store = tmp_path_factory.mktemp("undisturbed")
+    with tiny_context(str(store), tiny(tiny_assets)) as (run, _):
         drive(run)
-        return train_digests(run, range(ITERATIONS))
+        return store, train_digests(run, range(ITERATIONS))
+
+
+@pytest.fixture
+def undisturbed(whole_run: tuple[Path, list[str | None]]) -> list[str | None]:
+    return whole_run[1]
 
 
 def test_the_next_update_is_made_while_a_checkpoint_is_written_and_a_refused_one_is_of_the_same_copy(
@@ -153,16 +162,14 @@ def test_a_driver_killed_while_it_writes_leaves_no_checkpoint_and_the_next_begin
 
 
 def test_a_checkpoint_that_was_not_written_is_made_where_the_next_update_was_not(
-    tiny_assets: Path, tmp_path: Path, undisturbed: list[str | None]
+    tiny_assets: Path, tmp_path: Path, whole_run: tuple[Path, list[str | None]]
 ) -> None:
     config = tiny(tiny_assets)
-    with tiny_context(str(tmp_path), config) as (run, _):
-        drive(run)
-        for name in ("000001/checkpoint.json", "000002/train.json"):
-            for path in run.ledger.store.find("runs"):
-                index, _, step = name.partition("/")
-                if path.endswith(f"/{index}/{step}"):
-                    run.ledger.store.delete(path)
+    shutil.copytree(whole_run[0], tmp_path, dirs_exist_ok=True)
+    store = open_store(str(tmp_path))
+    for path in store.find("runs"):
+        if path.endswith(("/000001/checkpoint.json", "/000002/train.json")):
+            store.delete(path)
     with tiny_context(str(tmp_path), config) as (run, _):
         assert first_to_execute(run) == 1
 

@@ -37,13 +37,13 @@ BATCH = with_top_tokens(
 
 
 class FullStore:
-    """A store that has no room for what rank 0 writes."""
+    """A store that has no room for the parts of one rank."""
 
-    def __init__(self, store: Store):
-        self._store = store
+    def __init__(self, store: Store, rank: int = 0):
+        self._store, self._full = store, f"/{rank:05d}-"
 
     def write(self, path: str, data: bytes) -> None:
-        if "/00000-" in path:
+        if self._full in path:
             raise StoreRefused("no space left")
         self._store.write(path, data)
 

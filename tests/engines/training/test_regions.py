@@ -1,9 +1,9 @@
 import itertools
 
-import pytest
 import torch
 
 from cairn.engines.training.regions import Region
+from tests.tables import cases
 
 ROWS, COLUMNS = 6, 8
 WHOLE = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS)
@@ -31,7 +31,7 @@ def region_of(rectangle: tuple[int, int, int, int, int, bool], start: int, end: 
     return Region("w", (ROWS, COLUMNS), COLUMNS, row, column, height, width, start, end, step, transposed)
 
 
-@pytest.mark.parametrize(("source", "target"), itertools.product(RECTANGLES, RECTANGLES))
+@cases(("source", "target"), itertools.product(RECTANGLES, RECTANGLES))
 def test_what_two_regions_share_is_copied_to_its_place_and_nothing_else(
     source: tuple[int, int, int, int, int, bool], target: tuple[int, int, int, int, int, bool]
 ) -> None:

@@ -17,7 +17,6 @@ from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.types.errors import EngineError
 from cairn.engines.types.types import TrainBatch
 from cairn.storage.opening import open_store
-from cairn.storage.store.errors import StoreRefused
 from cairn.storage.store.store import Store
 from tests.engines.training.megatron.cases import (
     ALGORITHM,
@@ -34,7 +33,7 @@ from tests.engines.training.megatron.cases import (
     ZERO,
     Lists,
 )
-from tests.engines.training.sharded_cases import raised
+from tests.engines.training.sharded_cases import FullStore, raised
 from tests.older_checkpoints import save_megatron
 
 DISTILLED = ALGORITHM.model_copy(update={"use_opd": True})
@@ -95,18 +94,6 @@ def refusal(call: Callable[[], object]) -> str:
     with pytest.raises(EngineError) as error:
         call()
     return str(error.value)
-
-
-class FullStore:
-    """A store that has no room for what one rank writes."""
-
-    def __init__(self, store: Store, *, full: bool) -> None:
-        self._store, self._full = store, full
-
-    def write(self, path: str, data: bytes) -> None:
-        if self._full:
-            raise StoreRefused("no space left")
-        self._store.write(path, data)
 
 
 def offloaded(engine: Any, store: Store) -> dict[str, Any]:
@@ -234,7 +221,7 @@ def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
         engine.load(store, f"{target}-0")
         report[target]["first"] = engine.position().weight_version
     engine = engine_of(folder, PP, rank)
-    full: Any = FullStore(store, full=rank == 1)
+    full: Any = FullStore(store, rank=1)
     report["failed save"] = raised(lambda: engine.save(full, "full"))
     report["described"] = store.exists("full/megatron_state.json")
     engine.save(store, "last")
