@@ -15,6 +15,7 @@ def main(connection: int, parent: int, interval: float) -> None:
 def _run(request: Any, ask: Question) -> Any:
     if request == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(3600)  # this thread may run on for a moment
     elif isinstance(request, float):
         time.sleep(request)
     return os.getpid(), request
