@@ -1,6 +1,8 @@
-"""Load of the driver while engines generate: its CPU time and memory in the rollout steps of one iteration.
+"""Load of the driver while engines generate: its CPU time and memory in the rollout steps of one iteration, or in an
+evaluation.
 
     python -m bench.rollout_load [--samples 1024] [--length 32768] [--shards 8] [--engines 2] [--routing LAYERS,TOP_K]
+    python -m bench.rollout_load --evaluation          one benchmark of as many samples, graded by a function
     python -m bench.rollout_load --against PATH        the same with the code of another checkout, in turn
 
 The engines are synthetic (bench/synthetic_engines.py) and answer at once; they are actors of Ray, and samples go to a
@@ -64,6 +66,7 @@ def drive(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     from cairn.storage.ledger.leases import Outcome
     from cairn.storage.ledger.ledger import Ledger
     from cairn.storage.opening import open_store
+    from cairn.tasks.evaluation.evaluate import evaluate
     from cairn.tasks.generation.rollout import rollout
     from cairn.tasks.steps import rules
 
@@ -85,7 +88,10 @@ def drive(options: dict[str, Any], folder: Path) -> dict[str, Any]:
         before, cpu, began = private(), time.process_time(), time.perf_counter()
         shards = plan_round(run, 0, None, None, 0)
         with Peak() as peak, ThreadPoolExecutor(len(shards)) as pool:
-            commits = list(pool.map(lambda shard: rollout(run, 0, shard[0], None, [], [], **shard[1]), shards))
+            if config.eval.benchmarks:
+                commits = [evaluate(run, 0, one.name, None, name=one.name) for one in config.eval.benchmarks]
+            else:
+                commits = list(pool.map(lambda shard: rollout(run, 0, shard[0], None, [], [], **shard[1]), shards))
         return {
             "driver CPU seconds": time.process_time() - cpu,
             "wall seconds": time.perf_counter() - began,
@@ -104,6 +110,14 @@ def measure(arguments: argparse.Namespace, checkout: Path) -> dict[str, Any]:
         folder = Path(name)
         write_assets(folder)
         options = config_of(arguments, folder)
+        if arguments.evaluation:
+            benchmark = {
+                "name": "heldout",
+                "path": f"{options['data']['path']}@[0:{arguments.samples // arguments.group}]",
+                "n_samples_per_eval_prompt": arguments.group,
+                "max_response_len": arguments.length,
+            }
+            options["eval"] = {"eval_interval": 1, "benchmarks": [benchmark]}
         routes = {} if arguments.routing is None else {synthetic_engines.ROUTES: arguments.routing}
         with search_path(checkout) as path:
             subprocess.run(
@@ -126,6 +140,7 @@ def main() -> None:
     parser.add_argument("--shards-per-round", type=int, default=8, help="rollout steps")
     parser.add_argument("--engines", type=int, default=2, help="rollout engines")
     parser.add_argument("--routing", metavar="LAYERS,TOP_K", help="record the experts of each token: routing replay")
+    parser.add_argument("--evaluation", action="store_true", help="an evaluation instead of rollout steps")
     parser.add_argument("--scratch", type=Path, help="folder for temporary files")
     parser.add_argument("--against", type=Path, metavar="PATH", help="measure another checkout too")
     parser.add_argument("--drive", help=argparse.SUPPRESS)
@@ -140,7 +155,10 @@ def main() -> None:
     for checkout in [*([arguments.against.resolve()] if arguments.against else []), HERE]:
         say(str(checkout))
         found.append(measure(arguments, checkout))
-    table = Table("rollout steps of an iteration", *(one["checkout"] for one in found))
+    table = Table(
+        "an evaluation" if arguments.evaluation else "rollout steps of an iteration",
+        *(one["checkout"] for one in found),
+    )
     for name in list(found[0])[1:]:
         table.add_row(name, *(f"{one[name]:,.1f}" if isinstance(one[name], float) else one[name] for one in found))
     Console(width=100).print(table)

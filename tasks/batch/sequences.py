@@ -64,7 +64,7 @@ def own_prompts(samples: pa.Table) -> list[Prompts | None]:
     return prompts
 
 
-def last_trajectory(ids: Sequence[int], lengths: Sequence[int] | None) -> Sequence[int]:
+def last_trajectory(ids: Sequence[int] | np.ndarray, lengths: Sequence[int] | None) -> Sequence[int] | np.ndarray:
     """Return the response tokens of the last trajectory, which is graded and shown as text."""
     return ids if lengths is None else ids[len(ids) - lengths[-1] :]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from cairn.engines.agents.episodes.user_code import SINGLE_TURN, GenerateFunction
@@ -24,6 +25,7 @@ from cairn.storage.ledger.snapshots import AttemptFolder
 from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.records import Environment
 from cairn.storage.store.canonical import from_json
+from cairn.tasks.batch.batch import arrays
 from cairn.tasks.batch.sequences import last_trajectory
 from cairn.tasks.evaluation.questions import Questions
 from cairn.tasks.generation.groups import finished_samples, segments_value, status_of, trajectory_columns
@@ -92,13 +94,15 @@ def _generated(samples: Sequence[GeneratedSample]) -> pa.Table:
 def grade(grader: Grading, questions: Questions, tokenizer: Any, generated: pa.Table) -> tuple[pa.Table, list[Graded]]:
     """Grade all samples of an evaluation, which have the schema GENERATED_EVAL and the order of the requests. Return
     rows with the schema GRADED_EVAL, and the grades. If a sample has several trajectories, the last one is graded."""
-    samples = generated.to_pydict()
+    samples = generated.drop_columns(["response_ids", "log_probs"]).to_pydict()
     rows = [questions.rows[index] for index in samples["group_id"]]
+    samples["response_ids"] = arrays(generated, "response_ids")
     last = map(last_trajectory, samples["response_ids"], samples[TRAJECTORIES.name])
     texts = [str(text) for text in tokenizer.batch_decode(list(last), skip_special_tokens=True)]
+    prompts = {row.index: np.asarray(row.prompt_ids, np.int32) for row in questions.rows}
     samples |= {
         "prompt_text": [row.prompt_text for row in rows],
-        "prompt_ids": [row.prompt_ids for row in rows],
+        "prompt_ids": [prompts[row.index] for row in rows],
         "label": [row.label for row in rows],
         "status": [status_of(reason) for reason in samples["finish_reason"]],
     }
@@ -127,6 +131,7 @@ def grade(grader: Grading, questions: Questions, tokenizer: Any, generated: pa.T
         ],
         "error": [one.error for one in graded],
         "seed": [request.seed for request in questions.requests()],
+        **{name: generated.column(name) for name in ("response_ids", "log_probs")},
     }
     return pa.table({name: columns[name] for name in GRADED_EVAL.names}, GRADED_EVAL), graded
 
@@ -136,13 +141,21 @@ def _json(value: Mapping[str, Any]) -> str:
 
 
 def evaluated_samples(questions: Questions, rows: pa.Table) -> list[GradedSample]:
-    """Return rows with the schema GRADED_EVAL as a benchmark's metrics take them."""
+    """Return rows with the schema GRADED_EVAL as the benchmark's metrics take them. The tokens are a tuple for a metric
+    of the user's, and an array for a built-in one, which reads no more than their number."""
+    is_own = "." in (questions.metric or "")
+
+    def response_ids(ids: np.ndarray, lengths: Sequence[int] | None) -> Any:
+        ids = np.asarray(last_trajectory(ids, lengths))
+        return tuple(ids.tolist()) if is_own else ids
+
+    columns = rows.drop_columns(["response_ids", "log_probs"]).to_pylist()
     return [
         GradedSample(
             row["response_text"],
             row_data.label,
             row_data.metadata or {},
-            response_ids=tuple(last_trajectory(row["response_ids"], row[TRAJECTORIES.name])),
+            response_ids=response_ids(ids, row[TRAJECTORIES.name]),
             prompt=row_data.prompt_text,
             prompt_ids=row_data.prompt_ids,
             finish_reason=row["finish_reason"],
@@ -154,7 +167,7 @@ def evaluated_samples(questions: Questions, rows: pa.Table) -> list[GradedSample
             components={} if row["components"] is None else from_json(row["components"]),
             error=row["error"],
         )
-        for row in rows.to_pylist()
+        for row, ids in zip(columns, arrays(rows, "response_ids"), strict=True)
         for row_data in [questions.rows[row["prompt_index"]]]
     ]
 

@@ -34,6 +34,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from cairn.configs.schema.evaluation import BenchmarkConfig, EngineOptions
 from cairn.configs.schema.run import RunConfig
@@ -151,11 +152,12 @@ def _metrics(benchmark: BenchmarkConfig, questions: Questions, rows: pa.Table) -
     metrics |= {f"eval/{name}/metric/{own_metric}": value for own_metric, value in measured.items()}
     if rewards:
         metrics[f"{name}-graded"] = float(np.mean(rewards))
-    responses = rows.select(["response_ids", "segments", "finish_reason"]).to_pylist()
-    generated = [one for one in responses if one["finish_reason"] != FinishReason.ERROR]  # no response, no length
+    tokens = pc.list_value_length(rows["response_ids"]).to_pylist()
+    responses = list(zip(tokens, rows["segments"].to_pylist(), rows["finish_reason"].to_pylist(), strict=True))
+    generated = [one for one in responses if one[2] != FinishReason.ERROR]  # no response, no length
     if generated:
-        lengths = np.asarray([sampled_tokens(len(one["response_ids"]), one["segments"]) for one in generated])
-        truncated = [one["finish_reason"] == FinishReason.LENGTH for one in generated]
+        lengths = np.asarray([sampled_tokens(length, segments) for length, segments, _ in generated])
+        truncated = [reason == FinishReason.LENGTH for *_, reason in generated]
         metrics[f"{name}-truncated_ratio"] = float(np.mean(truncated))
         metrics[f"eval/{name}/response_len/mean"] = float(lengths.mean())
         metrics[f"eval/{name}/response_len/max"] = int(lengths.max())

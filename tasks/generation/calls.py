@@ -80,17 +80,17 @@ def call_tables(calls: pa.Table, samples: pa.Table) -> dict[str, pa.Table]:
     digests = [None if text is None else _sha256(text) for text in texts]
     calls = _set(calls, "result_digest", pa.array(digests, pa.string()))
     calls = _set(calls, "result", pc.if_else(pa.array(long, pa.bool_()), pa.scalar(None, pa.string()), calls["result"]))
+    columns = [samples[name].to_pylist() for name in ("group_id", "sample_index", "segments")]
+    lengths = pc.list_value_length(samples["response_ids"]).to_pylist()
     in_samples = {
-        (row["group_id"], row["sample_index"], call)
-        for row in samples.select(["group_id", "sample_index", "segments", "response_ids"]).to_pylist()
-        for call in _calls_in(row)
+        (group_id, index, call)
+        for group_id, index, segments, tokens in zip(*columns, lengths, strict=True)
+        for call in _calls_in(segments, tokens)
     }
     keys = zip(*(calls[name].to_pylist() for name in ("group_id", "sample_index", "call")), strict=True)
-    own = pa.array([key not in in_samples for key in keys], pa.bool_())
+    own = pa.array([None if key in in_samples else row for row, key in enumerate(keys)], pa.int64())
     for name in _SAMPLED:
-        field = CALLS.field(name)
-        column = [value if keep else None for value, keep in zip(calls[name].to_pylist(), own.to_pylist(), strict=True)]
-        calls = _set(calls, name, pa.array(column, field.type))
+        calls = _set(calls, name, calls[name].take(own))  # null in place of what a sample has
     named = {"sha256": list(results), "result": list(results.values())}
     tables = {CALLS_FILE: calls.combine_chunks()}
     return {**tables, RESULTS_FILE: pa.table(named, LONG_RESULTS)} if results else tables
@@ -137,10 +137,10 @@ def _is_final(calls: pa.Table) -> list[bool]:
     return [row[3] is not None or row[:3] not in answered for row in rows]
 
 
-def _calls_in(sample: Mapping[str, Any]) -> list[str | None]:
-    if sample["segments"] is None:
-        return [FIRST_CALL] if sample["response_ids"] else []
-    return [segment["call"] for segment in sample["segments"]]
+def _calls_in(segments: Sequence[Mapping[str, Any]] | None, tokens: int) -> list[str | None]:
+    if segments is None:
+        return [FIRST_CALL] if tokens else []
+    return [segment["call"] for segment in segments]
 
 
 def _record(row: Mapping[str, Any]) -> CallRecord:

@@ -311,7 +311,8 @@ def sample_table(
         "prompt_text": [row.prompt_text for row in rows],
         "prompt_ids": [prompts[s.group_id] for s in samples],
         "response_text": tokenizer.batch_decode(
-            [last_trajectory(ids.tolist(), sample.lengths) for ids, sample in zip(responses, samples, strict=True)],
+            # Arrays: the tokenizer would check every number of a list before it decodes any.
+            [last_trajectory(ids, sample.lengths) for ids, sample in zip(responses, samples, strict=True)],
             skip_special_tokens=True,
         ),
         "response_ids": responses,

@@ -6,22 +6,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from rich.console import Console
 
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.types.types import Completion, GenerateRequest
+from cairn.engines.types.types import Completion, GenerateRequest, SamplingParams
 from cairn.flows.events import IterationDone
 from cairn.flows.reading.metrics import eval_metrics
 from cairn.flows.reading.samples import benchmark_scores
 from cairn.flows.reading.views import run_status
 from cairn.flows.watching.progress import Progress
 from cairn.storage.ledger import layout
+from cairn.storage.ledger.schemas import GRADED_EVAL
 from cairn.storage.upkeep.collector import collect, garbage
+from cairn.tasks.data.prompts import PromptRow
 from cairn.tasks.evaluation.benchmarks import measure
+from cairn.tasks.evaluation.compute import evaluated_samples
 from cairn.tasks.evaluation.evaluate import evaluate
-from cairn.tasks.evaluation.questions import eval_seed
+from cairn.tasks.evaluation.questions import Questions, eval_seed
 from cairn.tasks.generation.groups import sample_seed
 from cairn.tasks.grading.graded import GradedSample
 from tests.local_fleet import LocalFleet, calls
@@ -89,6 +94,20 @@ def test_both_scores_are_committed_and_shown(tiny_assets: Path, tmp_path: Path) 
     with Progress(config, console) as progress:
         progress(IterationDone(0, (commit,)))
     assert "heldout 0.250 (3 failed; 1.000 without them) after 0 iterations" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(("metric", "kind"), [("mean", np.ndarray), ("mine.py:mine", tuple)])
+def test_a_metric_gets_the_tokens_that_are_graded(metric: str, kind: type) -> None:
+    """A metric of the user's gets them in a form that can be compared and hashed."""
+    row = {"response_text": "", "prompt_index": 0, "sample_index": 0, "finish_reason": "stop", "status": "completed"}
+    one = row | {"response_ids": [1, 2, 3, 4, 5], "trajectories": [3, 2]}  # the last trajectory is graded
+    rows = pa.Table.from_pylist([one, row | {"sample_index": 1, "response_ids": []}], GRADED_EVAL)
+    prompt = PromptRow(index=0, prompt="", prompt_text="", prompt_ids=(), label=None, metadata=None)
+    questions = Questions("own", [prompt], 2, SamplingParams(max_new_tokens=5), 0, {}, {}, metric)
+    samples = evaluated_samples(questions, rows)
+    assert [(type(sample.response_ids), list(sample.response_ids), sample.length) for sample in samples] == [
+        (kind, [4, 5], 2), (kind, [], 0)
+    ]  # fmt: skip
 
 
 def test_an_evaluation_draws_other_numbers_than_the_training_and_other_benchmarks(
