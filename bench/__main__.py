@@ -39,7 +39,7 @@ BENCHMARKS = {
     "round_trips": "bench.round_trips",
     "scale": "bench.scale --tokens --samples 128",
     "driver_load": "bench.driver_load",
-    "rollout_load": "bench.rollout_load --samples 128",
+    "scale_rollout": "bench.scale --rollout --samples 128",
     "pipeline": "bench.pipeline --seeds 42",
     "pipeline_sim": "bench.pipeline_sim",
     "write_ahead": "bench.write_ahead",

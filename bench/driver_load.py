@@ -85,6 +85,8 @@ SMALL = (
 )
 """Sizes at one and two engines, to which the costs are fitted."""
 
+SMOKE = (Size(1, 1, 8, 16), Size(2, 2, 8, 16), Size(4, 1, 8, 16))
+
 ALL = ("run", "shard", "engine", "sample", "million tokens")
 
 _REWEIGHTED = 50
@@ -176,7 +178,7 @@ def run(size: Size, iterations: int) -> list[tuple[Size, Load]]:
     say(f"{size}")
     parameters = {**asdict(size), "shards_per_round": size.shards, "group": 2 if size.samples > size.shards else 1}
     arguments = argparse.Namespace(
-        **parameters | {"shards": False}, ranks=1, iterations=iterations, routing=None, score=False,
+        **parameters | {"shards": False}, alone=None, ranks=1, iterations=iterations, routing=None, score=False,
         store="local", scratch=None, keep=None,
     )  # fmt: skip
     return loads_of(parameters, scale.measure(arguments, scale.HERE))
@@ -241,7 +243,7 @@ def main() -> None:
         "--iterations", type=int, default=4, help="of each run, of which the first and last do not count"
     )
     parser.add_argument("--measured", type=Path, nargs="+", metavar="FILE", help="measure nothing, read these results")
-    arguments = parse(parser, iterations=3, large=[parsed("6x2")])
+    arguments = parse(parser, iterations=3, large=[parsed("24x4x48x16")])
     small: list[tuple[Size, Load]] = []
     held: list[tuple[Size, Load]] = []
     if arguments.measured:
@@ -253,8 +255,7 @@ def main() -> None:
             else:
                 held += loads_of(content["parameters"], content["measured"][-1])
     else:
-        sizes = SMALL[:4] if arguments.smoke else SMALL
-        small = [one for size in sizes for one in run(size, arguments.iterations)]
+        small = [one for size in (SMOKE if arguments.smoke else SMALL) for one in run(size, arguments.iterations)]
         held = [one for size in arguments.large for one in run(size, arguments.iterations)]
     costs = Costs.fitted(small)
     table, rows = compare(costs, held)

@@ -2,6 +2,7 @@
 
     python -m bench.scale --tokens [--samples 512] [--length 32768] [--routing LAYERS,TOP_K] [--score]
     python -m bench.scale --shards [--shards-per-round 256] [--engines 64] [--iterations 4]
+    python -m bench.scale --rollout|--evaluation [--samples 1024] [--routing LAYERS,TOP_K]
     python -m bench.scale --tokens --against PATH        the same with the code of another checkout, in turn
     options: --store local|moto|ceph|s3://… --ranks 1 --keep FOLDER --smoke --json FILE
 
@@ -13,6 +14,8 @@ compress worse than text.
   --tokens   few shards and long responses: what grows with tokens. Also given per million tokens.
   --shards   many shards and engines, and short responses: what grows with shards. The driver is killed after the last
              iteration, and another one resumes the run.
+  --rollout  the rollout steps of one iteration alone, without Prefect: the driver while engines generate.
+             --evaluation measures a benchmark of as many samples instead, graded by the same function.
 
 Each iteration is measured from the end of the one before. CPU seconds and memory are those of the driver's process;
 what its children take is in the JSON file. A step's CPU seconds are those of the whole driver between the first start
@@ -167,7 +170,12 @@ def measure(arguments: argparse.Namespace, checkout: Path) -> dict[str, Any]:
         config = config_of(arguments, folder)
         found: dict[str, Any] = {"checkout": str(checkout), "commit": revision(checkout)}
         end_after = arguments.iterations if arguments.shards else None
-        found["run"] = drive(checkout, folder, url, environment, config=config, end_after=end_after)
+        if arguments.alone == "evaluation":
+            rows = f"{folder / 'train.jsonl'}@[0:{arguments.samples // arguments.group}]"
+            lengths = {"n_samples_per_eval_prompt": arguments.group, "max_response_len": arguments.length}
+            config["eval"] = {"eval_interval": 1, "benchmarks": [{"name": "heldout", "path": rows, **lengths}]}
+        wanted = {"config": config, "end_after": end_after, "alone": arguments.alone}
+        found["run"] = drive(checkout, folder, url, environment, **wanted)
         if arguments.shards:
             say("the driver was killed; another one resumes")
             found["resumed"] = drive(checkout, folder, url, environment, config=config, resume=True)
@@ -248,6 +256,10 @@ def main() -> None:
     preset = parser.add_mutually_exclusive_group()
     preset.add_argument("--tokens", action="store_true", help="long responses (the default)")
     preset.add_argument("--shards", action="store_true", help="many shards and engines, then a resume")
+    for step in ("rollout", "evaluation"):
+        preset.add_argument(
+            f"--{step}", dest="alone", action="store_const", const=step, help=f"long responses of one {step} alone"
+        )
     parser.add_argument("--samples", type=int, help="samples an iteration")
     parser.add_argument("--group", type=int, help="samples a prompt")
     parser.add_argument("--length", type=int, help="tokens of each response")
@@ -268,6 +280,7 @@ def main() -> None:
         {"samples": 512, "group": 2, "length": 16, "shards_per_round": 256, "engines": 64, "iterations": 4}
         if arguments.shards
         else {"samples": 512, "group": GROUP, "length": 32_768, "shards_per_round": 8, "engines": 2, "iterations": 2}
+        | ({"samples": 1024, "iterations": 1} if arguments.alone else {})
     )
     for name, value in wanted.items():
         if getattr(arguments, name) is None:

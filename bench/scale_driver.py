@@ -12,7 +12,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,17 @@ from bench import store_counts, synthetic_engines
 from bench.cpu import DRIVER, Processes
 from cairn.configs.loader import parse
 from cairn.engines.fleet.fencing import Callee
-from cairn.flows import train
+from cairn.engines.fleet.fleet import Fleet
+from cairn.flows.driver.sources import Sources, open_graders
 from cairn.flows.events import Event, IterationDone, RunStarted
-from cairn.storage.opening import open_for_runs
+from cairn.flows.iteration import plan_round
+from cairn.storage.ledger.leases import Outcome
+from cairn.storage.ledger.ledger import Ledger
+from cairn.storage.opening import open_for_runs, open_store
 from cairn.tasks.durable.events import StepCommitted, StepStarted
+from cairn.tasks.evaluation.evaluate import evaluate
+from cairn.tasks.generation.rollout import rollout
+from cairn.tasks.steps import rules
 
 KILLED = 9
 """Exit status of a driver that ends as if it had been killed: after some iterations, or before the first step that it
@@ -157,13 +165,13 @@ class Watch:
         with self._lock:
             if isinstance(event, RunStarted):
                 self.found["start"] = self._since(self._began) | {"private": self.memory.now()}
-                self._next(event.iteration)
+                self.begin(event.iteration)
             elif isinstance(event, StepStarted):
                 self._start(event)
             elif isinstance(event, StepCommitted) and event.commit.step in self._steps:
                 self._steps[event.commit.step][1::2] = time.perf_counter(), time.process_time()
             elif isinstance(event, IterationDone):
-                self._end(event.iteration)
+                self.end(event.iteration)
                 if self._end_after is not None and event.iteration + 1 >= self._end_after:
                     os._exit(KILLED)
 
@@ -180,11 +188,11 @@ class Watch:
                 self.save()
                 os._exit(KILLED)
         if event.iteration > self._iteration:  # an iteration begins before the one before it is reported to be done
-            self._end(self._iteration)
+            self.end(self._iteration)
         now = time.perf_counter(), time.process_time()
         self._steps.setdefault(event.step, [now[0], now[0], now[1], now[1]])
 
-    def _end(self, iteration: int) -> None:
+    def end(self, iteration: int) -> None:
         """Record an iteration, unless that has been done."""
         if iteration != self._iteration:
             return
@@ -199,9 +207,9 @@ class Watch:
         self.found["iterations"].append(one)
         print(f"iteration {iteration}: {one['wall']:.1f} s, driver {one['cpu'].get(DRIVER, 0):.1f} CPU s", flush=True)
         self.save()
-        self._next(iteration + 1)
+        self.begin(iteration + 1)
 
-    def _next(self, iteration: int) -> None:
+    def begin(self, iteration: int) -> None:
         """Measure another iteration from now on."""
         self._iteration = iteration
         self._steps.clear()
@@ -215,6 +223,31 @@ class Watch:
         self._results.write_text(json.dumps(self.found, indent=1) + "\n")
 
 
+def generate_alone(options: dict[str, Any], watch: Watch) -> None:
+    """Run the rollout steps of the first iteration alone, or an evaluation, and measure that as an iteration."""
+    config = parse(options["config"])
+    sources = Sources.open(config)
+    ledger = Ledger.create(open_store(options["store"]), "scale", config, sources.digests, rules=rules(config))
+    with ExitStack() as stack:
+        stack.callback(ledger.acquire().release, Outcome.STOPPED)
+        fleet = stack.enter_context(
+            Fleet.start(config, name="scale", total_steps=1, model_digests=sources.digests, samples_only=True)
+        )
+        graders = open_graders(config, stack, None, lambda: fleet.scorer)
+        run = sources.context(config, ledger, lambda: fleet, graders, watch)
+        for engine in fleet.rollout:
+            engine.health()  # once it has started
+        watch.begin(0)
+        if options["alone"] == "evaluation":
+            for one in config.eval.benchmarks:
+                evaluate(run, 0, one.name, None, name=one.name)
+        else:
+            shards = plan_round(run, 0, None, None, 0)
+            with ThreadPoolExecutor(len(shards)) as pool:
+                list(pool.map(lambda shard: rollout(run, 0, shard[0], None, [], [], **shard[1]), shards))
+        watch.end(0)
+
+
 def main() -> None:
     """Command line."""
     options = json.loads(sys.argv[1])
@@ -224,6 +257,11 @@ def main() -> None:
 
         cairn.engines.models.routing.replay_problems = lambda *_: iter(())
     watch = Watch(options)
+    if options.get("alone"):
+        generate_alone(options, watch)
+        return
+    from cairn.flows import train  # and with it Prefect, which generating alone does without
+
     waiting, serving = train.wait_for_engines, train.prefect_api
 
     def wait(*args: Any) -> None:

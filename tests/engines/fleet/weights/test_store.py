@@ -31,11 +31,11 @@ def config(tiny_assets: Path) -> RunConfig:
     )
 
 
-@pytest.fixture(scope="module")
-def run(config: RunConfig, ray_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
+@pytest.fixture
+def run(config: RunConfig, ray_cluster: Cluster, tmp_path: Path) -> Iterator[RunContext]:
     with (
         Fleet.start(config, name="stored", total_steps=5) as fleet,
-        tiny_context(str(tmp_path_factory.mktemp("run")), config, fleet=fleet) as (run, _),  # type: ignore[arg-type]
+        tiny_context(str(tmp_path), config, fleet=fleet) as (run, _),  # type: ignore[arg-type]
     ):
         for index in range(2):
             iteration(run, DirectSteps(run), index)
