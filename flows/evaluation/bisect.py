@@ -40,7 +40,7 @@ from cairn.storage.store.errors import Retired
 from cairn.storage.store.store import Store
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
-from cairn.tasks.trainer.recovery import committed_batch, require_unredacted, restore_trainer
+from cairn.tasks.trainer.recovery import ReplayDiverged, committed_batch, require_unredacted, restore_trainer
 
 INITIAL = -1
 """Number of the version before the first update."""
@@ -128,6 +128,8 @@ class Bisected(Record):
     """Groups without which the update was made, by score, the best first."""
     groups_of_update: int = 0
     """Number of groups with trained tokens."""
+    not_made: str | None = None
+    """Why the update could not be made again without a group; None where it was made, or not asked for."""
 
     def culprit(self) -> GroupEffect | None:
         """Return the group that explains the loss: the only one without which more than half of the lost score is
@@ -145,6 +147,8 @@ class Bisected(Record):
         )
         if self.high >= 0 or self.after - self.before > -self.margin:
             text += "; most of the drop came in other updates, so this one alone does not explain it"
+        if self.not_made is not None:
+            return f"{text}. It cannot be made again without a group: {self.not_made}"
         if not self.groups:
             return text
         one = self.culprit()
@@ -232,7 +236,7 @@ def bisect(
             advantages first; 0 for none.
         options: engine options of the evaluations that override the run's.
 
-    Raises CannotBisect, Retired, ReplayDiverged, and the errors of `models_of` and `evaluate_models`.
+    Raises CannotBisect, and the errors of `models_of` and `evaluate_models`.
     """
     if not ledger.config.samples_responses:
         raise CannotBisect(
@@ -275,7 +279,12 @@ def bisect(
     old, new = evaluations.of(culprit - 1), evaluations.of(culprit)
     step = compare(ledger.store, new, old, margin)
     watcher.says(f"iteration {culprit} lost it: {old.metrics['score']:.4f} before, {new.metrics['score']:.4f} after")
-    effects, number_of_groups = _without_groups(ledger, culprit, groups, evaluations)
+    effects: tuple[GroupEffect, ...] = ()
+    number_of_groups, not_made = 0, None
+    try:
+        effects, number_of_groups = _without_groups(ledger, culprit, groups, evaluations)
+    except (Retired, ReplayDiverged) as error:  # the update is found all the same
+        not_made = str(error)
     return Bisected(
         run=ledger.run,
         benchmark=benchmark.name,
@@ -302,6 +311,7 @@ def bisect(
         high=step.high,
         groups=effects,
         groups_of_update=number_of_groups,
+        not_made=not_made,
     )
 
 

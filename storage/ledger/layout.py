@@ -2,7 +2,7 @@
 
 ```
 runs/<run>/run.json                                         the manifest
-runs/<run>/upgrades/<number>.json                           the terms of a newer version of the code
+runs/<run>/upgrades/<number>.json                           the terms of a newer version of the code, or another layout
 runs/<run>/leases/<epoch>.json                              the owner of the run from this epoch on
 runs/<run>/leases/<epoch>.renewed.json                      heartbeat, rewritten every few seconds by a living owner
 runs/<run>/leases/<epoch>.end.json                          how the owner ended
@@ -187,7 +187,7 @@ def run_manifest(name: str) -> str:
 
 
 def upgrade(name: str, number: int) -> str:
-    """Return the path of the terms under which another version of the code continued a run, counted from 1."""
+    """Return the path of the terms of another version of the code or another layout, counted from 1."""
     return f"{upgrades(name)}/{digits(number, 'upgrade')}.json"
 
 

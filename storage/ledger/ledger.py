@@ -173,7 +173,7 @@ class Ledger:
 
     @property
     def upgrades(self) -> tuple[Upgrade, ...]:
-        """Terms of the later versions of the code (`RunTerms.upgrades`)."""
+        """Terms of the later versions of the code and layouts (`RunTerms.upgrades`)."""
         return self._terms.upgrades
 
     @property

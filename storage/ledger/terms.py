@@ -151,8 +151,8 @@ class RunTerms:
 
     @property
     def upgrades(self) -> tuple[Upgrade, ...]:
-        """Terms of the versions of the code that continued the run after the one that created it, as of the first
-        access.
+        """Terms of the versions of the code and the layouts that continued the run after those that created it, as of
+        the first access.
 
         Makes one request for each and one more. Raises Damaged.
         """

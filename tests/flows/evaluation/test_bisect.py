@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cairn.configs.schema.evaluation import Benchmark
+from cairn.configs.schema.operations import CheckpointConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.types.types import TrainBatch
 from cairn.flows.cli import app
@@ -28,6 +29,7 @@ from cairn.storage.evals import folders
 from cairn.storage.ledger.commits import Commit
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
+from cairn.storage.upkeep.retention import retire
 from cairn.tasks.durable.context import RunContext
 from tests.flows.written_runs import new_run
 from tests.tiny_run import PROMPTS, DirectSteps, tiny_config, tiny_context, write_assets
@@ -231,6 +233,11 @@ def test_a_poisoned_group_is_found_and_what_was_evaluated_is_not_evaluated_again
     assert again.exit_code == 0, again.output
     assert "computed" not in again.stdout
     assert list(folders(open_store(str(tmp_path)))) == evaluated
+    ledger = Ledger.open(open_store(str(tmp_path)), "tiny")
+    retire(ledger, CheckpointConfig(save_interval=4, retain_snapshots=2), everything=True)
+    found = cairn(str(tmp_path), "tiny", "heldout", "--json")
+    assert found.exit_code == 0, found.output
+    assert "It cannot be made again without a group" in json.loads(found.stdout)["conclusion"]
 
 
 @pytest.mark.slow
