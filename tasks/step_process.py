@@ -4,7 +4,9 @@ A body gets a run that has the ledger to read, and of the driver's run only the 
 that a live run has raises an error.
 """
 
-from collections.abc import Hashable, Sequence
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from functools import cache, cached_property, partial
 from typing import Any
@@ -27,22 +29,69 @@ MODULE = "cairn.tasks.step_process"
 CACHE_BYTES = 1 << 30
 """Instead of `cairn.tasks.durable.recorded_run.TABLE_CACHE_BYTES`: files of an iteration are read by several steps."""
 
+TEXT_AT_A_TIME, TEXT_OF_A_QUESTION = 1 << 25, 1 << 22
+"""Characters of responses that the driver grades at a time, and of one question to it. They bound its memory."""
+
+
+class Room:
+    """Room for some amounts at a time. An amount that is larger than all of it has it alone. Thread-safe."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._held = most, 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def holding(self, amount: int) -> Iterator[None]:
+        """Wait until there is room for the amount, and hold it inside the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._held or self._held + amount <= self._most)
+            self._held += amount
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= amount
+                self._changed.notify_all()
+
+
+_ROOM = Room(TEXT_AT_A_TIME)
+
 
 class DriversGrader:
     """A grader in the driver, as `cairn.tasks.rewards.grader.Grading`."""
 
     sees_messages = False
 
-    def __init__(self, terms: GraderTerms, ask: Question) -> None:
+    def __init__(self, terms: GraderTerms, batch: int, ask: Question) -> None:
+        """`batch`: samples that a call of the grader gets, if it takes several."""
         self.name, self.version = terms.name, terms.version
         self.sees_whole_samples, self.sees_tokens = terms.sees_whole_samples, terms.sees_tokens
         self.by_group = terms.by_group
-        self._ask = ask
+        self._batch, self._ask = batch, ask
 
     def grade(self, samples: Sequence[Sample], groups: Sequence[Hashable] | None = None) -> list[Graded]:
         """Grade a batch: see `Grading.grade`."""
-        graded: list[Graded] = self._ask((samples, groups))
+        graded: list[Graded] = []
+        sizes = [len(sample.response) for sample in samples]
+        for part in self._questions(sizes, groups):
+            with _ROOM.holding(sum(sizes[part])):
+                graded += self._ask((samples[part], None if groups is None else groups[part]))
         return graded
+
+    def _questions(self, sizes: Sequence[int], groups: Sequence[Hashable] | None) -> Iterator[slice]:
+        """Yield the samples of each question. They do not divide what one call of the grader gets."""
+        last = {group: i for i, group in enumerate(groups)} if self.by_group and groups is not None else None
+        start, text, whole = 0, 0, -1
+        for i, size in enumerate(sizes):
+            may_end = whole < i if last is not None else i % self._batch == 0
+            if i > start and may_end and text + size > TEXT_OF_A_QUESTION:
+                yield slice(start, i)
+                start, text = i, 0
+            text += size
+            if last is not None and groups is not None:
+                whole = max(whole, last[groups[i]])
+        if sizes:
+            yield slice(start, len(sizes))
 
     def close(self) -> None:
         """Do nothing: the driver closes its grader."""
@@ -75,7 +124,8 @@ def _run(opened: dict[tuple[str, str], RunContext], request: StepRequest, ask: Q
     if key not in opened:
         opened[key] = _open(request)
     run = copy(opened[key])
-    run.config, run.graders = request.config, {None: DriversGrader(request.grader, ask)}
+    run.config = request.config
+    run.graders = {None: DriversGrader(request.grader, request.config.reward.rm_batch_size, ask)}
     step = steps_of(request.config)[request.step]
     for option, paths in user_code(request.config).items():
         if option in request.sources and option not in GRADER_OPTIONS:

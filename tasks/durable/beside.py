@@ -48,6 +48,12 @@ class _Call:
     why: str = ""
     """Why the process was lost."""
 
+    def next_message(self) -> tuple[str, Any] | None:
+        """Return the kind of the next message and what it holds, of which nothing else is kept: a question may hold the
+        text of many samples."""
+        message = self.messages.get()
+        return None if message is None else (message[0], pickle.loads(message[1]))
+
 
 class StepProcess:
     """The process, which starts when it is first needed. Thread-safe."""
@@ -78,14 +84,14 @@ class StepProcess:
         raised: Exception | None = None
         try:
             self._send(child, (number, pickle.dumps(request)))
-            while (message := call.messages.get()) is not None:
+            while (message := call.next_message()) is not None:
                 kind, content = message
                 if kind == "result":
-                    return pickle.loads(content)
+                    return content
                 if kind == "error":
-                    raise raised or _loaded_error(content)
+                    raise raised or _loaded_error(*content)
                 try:
-                    reply = True, answer(pickle.loads(content))
+                    reply = True, answer(content)
                 except Exception as error:
                     raised, reply = error, (False, str(error))
                 self._send(child, (number, pickle.dumps(reply)))
@@ -125,6 +131,7 @@ class StepProcess:
                     call = self._calls.get(number)
                 if call is not None:
                     call.messages.put((kind, content))
+                del content, call  # as long as the next message does not come
         child.kill()
         signs.over.set()
         why = "it may have had no memory left"
@@ -234,10 +241,9 @@ def _dumped_error(error: BaseException) -> bytes:
         return pickle.dumps((None, text, trace))
 
 
-def _loaded_error(content: bytes) -> Exception:
+def _loaded_error(dumped: bytes | None, text: str, trace: str) -> Exception:
     """Return an error that was raised beside the driver, with its traceback there as its cause. One that is no
     Exception, or cannot be loaded, is a RuntimeError."""
-    dumped, text, trace = pickle.loads(content)
     error: object = None
     with suppress(Exception):
         error = None if dumped is None else pickle.loads(dumped)

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -16,12 +18,16 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.types.errors import EngineDied
 from cairn.flows.iteration import iteration
 from cairn.storage.ledger.commits import Step
+from cairn.tasks import step_process
 from cairn.tasks.durable import step as durable_step
 from cairn.tasks.durable.beside import StepProcess
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.retries import error_class
+from cairn.tasks.durable.step import GraderTerms
+from cairn.tasks.rewards.grader import Graded
+from cairn.tasks.rewards.sample import Sample
 from cairn.tasks.selecting.filter import BatchNotFilled
-from cairn.tasks.step_process import MODULE
+from cairn.tasks.step_process import MODULE, DriversGrader, Room
 from tests.tasks.durable.raising import Mute
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
@@ -183,3 +189,50 @@ def test_whatever_a_body_raises_ends_its_call_with_the_place_of_the_error(
     assert type(error.value) is kind
     assert text is None or text in str(error.value)
     assert "in users_function" in str(error.value.__cause__)
+
+
+@pytest.mark.timeout(60)
+def test_room_is_for_some_amounts_at_a_time_and_for_a_larger_one_alone() -> None:
+    room, most = Room(10), 0
+
+    def hold(amount: int) -> None:
+        nonlocal most
+        with room.holding(amount):
+            with changed:
+                held[threading.get_ident()] = amount
+                most = max(most, sum(held.values()) if len(held) > 1 else 0)
+            time.sleep(0.002)
+            with changed:
+                del held[threading.get_ident()]
+
+    held: dict[int, int] = {}
+    changed = threading.Lock()
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(hold, [4, 5, 30, 6, 1, 30, 9, 2] * 5))
+    assert 0 < most <= 10
+
+
+@pytest.mark.parametrize(
+    ("groups", "asked"),
+    [
+        (None, [[0, 1], [2, 3], [4, 5], [6]]),
+        ("aabbcca", [[0, 1, 2, 3, 4, 5, 6]]),
+        ("aabbccc", [[0, 1], [2, 3], [4, 5, 6]]),
+    ],
+)
+def test_a_question_about_long_responses_has_whole_calls_of_the_grader(
+    groups: str | None, asked: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_process, "TEXT_OF_A_QUESTION", 25)
+    samples = [Sample(response=str(number) * 10, label="", metadata={}) for number in range(7)]
+    questions: list[list[int]] = []
+
+    def answer(question: Any) -> list[Graded]:
+        questions.append([samples.index(sample) for sample in question[0]])
+        assert groups is None or question[1] == [groups[number] for number in questions[-1]]
+        return [Graded(float(sample.response[0])) for sample in question[0]]
+
+    terms = GraderTerms("own", "1", sees_whole_samples=False, sees_tokens=False, by_group=groups is not None)
+    graded = DriversGrader(terms, 2, answer).grade(samples, None if groups is None else list(groups))
+    assert [one.reward for one in graded] == list(range(7))
+    assert questions == asked
