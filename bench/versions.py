@@ -150,8 +150,8 @@ def measure(folder: str, parameters: int, lr: float, args: argparse.Namespace) -
                 result.make.append(seconds)
                 result.stored.append(size / whole)
                 began = time.process_time()
-                found = changes(store, one)
-                apply(one, found, held)
+                found = changes(store, one, held)
+                apply(found, held)
                 result.apply.append(time.process_time() - began)
                 result.changed.append(sum(len(change.positions) for change in found) / parameters)
             if version % args.save_interval == args.save_interval - 1:

@@ -103,6 +103,7 @@ class Fleet:
         name: str,
         total_steps: int,
         model_digests: Mapping[str, str] | None = None,
+        load_code: Callable[[], None] | None = None,
         tenure: Tenure | None = None,
         report: Callable[[str], None] = lambda sentence: None,
         trains_only: bool = False,
@@ -116,6 +117,8 @@ class Fleet:
             total_steps: optimizer steps of the whole run.
             model_digests: digests of the models of `config.model.folders`; every engine's machine must have these
                 models.
+            load_code: loads the user code of the training engine, in each process in which that starts. Can be
+                pickled. What it raises ends the start.
             tenure: the driver's right to a fleet that its successors take over. None: no other driver will have it, and
                 it ends with this process, on a joined cluster too.
             report: called with a sentence on each engine that is lost and replaced, and why, and on a silent head.
@@ -185,7 +188,9 @@ class Fleet:
             if config.rollout.num_gpus_per_engine:
                 for guest, ranks in zip(rollout, rollout_role.hosts, strict=False):  # no hosts where they are apart
                     guest.ranks = ranks
-            training = TrainingHandle("training", placement.actors(training_role), config, total_steps, model_digests)
+            training = TrainingHandle(
+                "training", placement.actors(training_role), config, total_steps, model_digests, load_code
+            )
             reward_model = None
             if "reward_model" in single:
                 (actor,) = placement.actors(single["reward_model"])

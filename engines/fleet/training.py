@@ -99,12 +99,15 @@ class TrainingHandle(ModelHandle):
         config: RunConfig,
         total_steps: int,
         model_digests: Mapping[str, str] | None = None,
+        load_code: Callable[[], None] | None = None,
     ) -> None:
+        """`load_code`: see `Fleet.start`."""
         self._served, name_of_digest = served_model(config)
         folders = config.model.folders | {name_of_digest: self._served}
         super().__init__(name, actors, config.fleet, folders, model_digests or {})
         self._config = config
         self._total_steps = total_steps
+        self._load_code = load_code
         self._timeout = config.training.timeout
         self._offloaded_since: int | None = None
         """Number of restarts at which all ranks had released their memory; None where they may have it."""
@@ -319,8 +322,9 @@ class TrainingHandle(ModelHandle):
             store_address = self.call(None, TrainingRank.listen).result(deadline)
         arguments = (config.model, config.algorithm, config.rollout.rollout_temperature)
         served = self._served if kind_of(config.rollout.engine).holds_as_stored else None
+        found = store_address, served, self._load_code
         calls = [
-            self.call_one(actor, TrainingRank.start, *arguments, self._total_steps, rank, store_address, served)
+            self.call_one(actor, TrainingRank.start, *arguments, self._total_steps, rank, *found)
             for rank, actor in enumerate(self._actors)
         ]
         self._gather(calls, deadline)

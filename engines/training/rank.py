@@ -4,6 +4,7 @@ Nothing here loads PyTorch before the process is prepared for it. A rank passes 
 """
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -58,16 +59,22 @@ class TrainingRank(WeightSource):
         rank: int,
         store_address: tuple[str, int] | None,
         served_folder: str | None = None,
+        load_code: Callable[[], None] | None = None,
     ) -> None:
-        """Create the engine; with several ranks, once all have met at rank 0's store.
+        """Create the engine; with several ranks, once all have met at rank 0's store. Raises BadModel, and what
+        `load_code` raises.
 
-        `served_folder`: model folder in whose format rollout engines hold weights and receive them; None for plain
-        weights. Raises BadModel.
+        Args:
+            served_folder: model folder in whose format rollout engines hold weights and receive them; None for plain
+                weights.
+            load_code: loads the user code that the engine runs.
         """
         from cairn.engines.processes.numa import bind_beside_gpu
         from cairn.engines.training.factory import make_engine
 
         bind_beside_gpu()
+        if load_code is not None:
+            load_code()
         training = self._training
         device = "cuda" if training.num_gpus_per_rank > 0 else "cpu"
         self._rank = rank

@@ -16,7 +16,7 @@ that it was made from; `cairn.engines.weights.versions` ensures that.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -42,21 +42,13 @@ class Change:
     """The changed elements of a tensor."""
 
     name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     positions: torch.Tensor
     """[changed] int64: places in the flattened tensor, ascending."""
     steps: torch.Tensor
     """[changed] integers of the element's size: new bits − old bits, modulo 2^bits."""
 
     def apply_to(self, tensor: torch.Tensor) -> None:
-        """Change the bits of a contiguous tensor in place, on its device. Raises ValueError for a tensor of another
-        dtype or shape."""
-        if tensor.dtype != self.dtype or tuple(tensor.shape) != self.shape:
-            raise ValueError(
-                f"{self.name} is {tensor.dtype} {tuple(tensor.shape)}, and the difference was made from "
-                f"{self.dtype} {self.shape}"
-            )
+        """Change the bits of the tensor in place, on its device; it must be contiguous."""
         bits, positions = bits_of(tensor), self.positions.to(tensor.device)
         bits[positions] += self.steps.to(tensor.device)
 
@@ -119,8 +111,12 @@ class _Encoder:
         return {"gaps": _compressed(gaps), "steps": _compressed(np.ascontiguousarray(planes))}
 
 
-def decode(data: bytes) -> Iterator[Change]:
-    """Yield the changes in a difference. Raises ValueError, saying what is wrong, for broken bytes."""
+def decode(data: bytes, tensors: Mapping[str, torch.Tensor]) -> Iterator[Change]:
+    """Yield the changes in a difference to some of `tensors`, of which only names, dtypes and shapes are read.
+
+    Raises ValueError, saying what is wrong, for broken bytes, and for a difference that was made from other tensors.
+    Nothing is decompressed before that is known: a few bytes could claim any number of changes.
+    """
     header = _header(data)
     try:
         parts = load_arrays(data)
@@ -128,14 +124,22 @@ def decode(data: bytes) -> Iterator[Change]:
         counts = {int(size): (int(changed), int(length)) for size, (changed, length) in header["counts"].items()}
     except (SafetensorError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"its header is broken: {error}") from None
-    if {dtype.itemsize for _, dtype, _ in entries} != counts.keys() or any(
-        length < 0 for _, _, shape in entries for length in shape
-    ):
+    if {dtype.itemsize for _, dtype, _ in entries} != counts.keys():
         raise ValueError("its tensors do not match its elements")
+    if len({name for name, _, _ in entries}) < len(entries):
+        raise ValueError("it changes a tensor twice")
+    for name, dtype, shape in entries:
+        tensor = tensors.get(name)
+        if tensor is None:
+            raise ValueError(f"it changes {name}, which the version before it does not have")
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, and the difference was made from {dtype} {shape}"
+            )
     decoded = {}
     for size, (changed, length) in counts.items():
         elements = sum(prod(shape) for _, dtype, shape in entries if dtype.itemsize == size)
-        if not 0 < changed <= elements < 2**62 or not changed <= length <= changed + elements // _LONGEST_GAP:
+        if not 0 < changed <= elements or not changed <= length <= changed + elements // _LONGEST_GAP:
             raise ValueError(f"{changed} changes of {elements} elements in {length} bytes are not possible")
         decoded[size] = _positions(parts, size, changed, length, elements), _steps(parts, size, changed)
     starts = dict.fromkeys(counts, 0)
@@ -144,7 +148,7 @@ def decode(data: bytes) -> Iterator[Change]:
         positions, steps = decoded[dtype.itemsize]
         begin, start = places[dtype.itemsize], starts[dtype.itemsize]
         end = int(np.searchsorted(positions, start + prod(shape)))
-        yield Change(name, dtype, shape, torch.from_numpy(positions[begin:end] - start), steps[begin:end])
+        yield Change(name, torch.from_numpy(positions[begin:end] - start), steps[begin:end])
         places[dtype.itemsize], starts[dtype.itemsize] = end, start + prod(shape)
 
 

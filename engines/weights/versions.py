@@ -14,6 +14,9 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import chain
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -29,6 +32,7 @@ from cairn.storage.store.store import REQUESTS, Store, StoredFile
 FILE_BYTES = 512 << 20
 """Greatest size of the weights of a file; a larger tensor has its own."""
 Tensors = dict[str, torch.Tensor]
+Content = TypeVar("Content")
 
 
 class _Copy:
@@ -130,14 +134,12 @@ def read_version(store: Store, versions: Sequence[StoredVersion]) -> Tensors:
         Damaged: a file is missing or altered, or is not what the versions before it need. The message names version
             and file.
     """
+    whole, *later = versions
     tensors: Tensors = {}
-    for version, file, content in _contents(store, versions):
-        if isinstance(content, dict) is not (version is versions[0]):
-            raise Damaged(f"{file.path} is not what {version.name} needs: a whole version comes first, and only there")
-        if isinstance(content, dict):
-            tensors |= content
-        else:
-            apply(version, content, tensors)
+    for content in _contents(store, [whole], WHOLE, load_safetensors):
+        tensors |= content
+    for found in _contents(store, later, DIFFERENCE, partial(_changes, tensors)):
+        apply(found, tensors)
     return tensors
 
 
@@ -165,54 +167,51 @@ class HeldVersion:
         if place is None:
             self._load(read_version(store, versions))
         else:
-            later = [(version, changes(store, version)) for version in versions[place + 1 :]]
             tensors = self._tensors()
-            for version, differences in later:
-                apply(version, differences, tensors)
-            changed = frozenset(change.name for _, differences in later for change in differences)
+            later = [changes(store, version, tensors) for version in versions[place + 1 :]]
+            for differences in later:
+                apply(differences, tensors)
+            changed = frozenset(change.name for differences in later for change in differences)
         self.digest = versions[-1].digest
         return changed
 
 
-def changes(store: Store, version: StoredVersion) -> list[Change]:
-    """Return all changes of a version that is stored as a difference. Raises Damaged."""
-    found: list[Change] = []
-    for _, file, content in _contents(store, [version]):
-        if isinstance(content, dict):
-            raise Damaged(f"{file.path} of {version.name} is no difference")
-        found += content
-    return found
+def changes(store: Store, version: StoredVersion, tensors: Mapping[str, torch.Tensor]) -> list[Change]:
+    """Return all changes of a version that is stored as a difference to `tensors`. Raises Damaged."""
+    return list(chain.from_iterable(_contents(store, [version], DIFFERENCE, partial(_changes, tensors))))
 
 
-def apply(version: StoredVersion, differences: Iterable[Change], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Change tensors in place to a version. Raises Damaged where they are not those that the difference was made
-    from."""
+def apply(differences: Iterable[Change], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Change the tensors in place for which the differences were read."""
     for change in differences:
-        if change.name not in tensors:
-            raise Damaged(f"{version.name} changes {change.name}, which the version before it does not have")
-        try:
-            change.apply_to(tensors[change.name])
-        except ValueError as error:
-            raise Damaged(f"{version.name} does not fit the version before it: {error}") from None
+        change.apply_to(tensors[change.name])
+
+
+def _changes(tensors: Mapping[str, torch.Tensor], data: bytes) -> list[Change]:
+    return list(decode(data, tensors))
 
 
 def _contents(
-    store: Store, versions: Iterable[StoredVersion]
-) -> Iterator[tuple[StoredVersion, StoredFile, Tensors | list[Change]]]:
-    """Yield what every file holds, in order. The next files are read and decompressed meanwhile."""
+    store: Store, versions: Iterable[StoredVersion], kind: str, parse: Callable[[bytes], Content]
+) -> Iterator[Content]:
+    """Yield what every file holds, in order; all are of one kind. The next files are read and decompressed
+    meanwhile."""
     with ThreadPoolExecutor(REQUESTS, "weights") as pool:
-        running: deque[tuple[StoredVersion, StoredFile, Future[Tensors | list[Change]]]] = deque()
+        running: deque[Future[Content]] = deque()
         for version in versions:
             for file in version.files:
-                running.append((version, file, pool.submit(_content, store, version, file)))
+                running.append(pool.submit(_content, store, version, file, kind, parse))
                 if len(running) > REQUESTS:
-                    done, name, content = running.popleft()
-                    yield done, name, content.result()
-        for done, name, content in running:
-            yield done, name, content.result()
+                    yield running.popleft().result()
+        for content in running:
+            yield content.result()
 
 
-def _content(store: Store, version: StoredVersion, file: StoredFile) -> Tensors | list[Change]:
+def _content(
+    store: Store, version: StoredVersion, file: StoredFile, kind: str, parse: Callable[[bytes], Content]
+) -> Content:
+    if is_whole([file]) is not (kind == WHOLE):
+        raise Damaged(f"{file.path} is not what {version.name} needs: a whole version comes first, and only there")
     try:
         data = store.read(file.path)
     except FileNotFoundError:
@@ -224,9 +223,7 @@ def _content(store: Store, version: StoredVersion, file: StoredFile) -> Tensors 
             f"committed, {len(data)} bytes with {sha256} were read"
         )
     try:
-        if is_whole([file]):
-            return load_safetensors(data)
-        return list(decode(data))
+        return parse(data)
     except (SafetensorError, ValueError) as error:
         raise Damaged(f"{file.path}, a part of {version.name}, is damaged: {error}") from None
 

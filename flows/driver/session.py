@@ -8,16 +8,19 @@ gone.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from cairn.configs.digest import digest
-from cairn.configs.engines import LAYOUT
+from cairn.configs.engines import ENGINES, LAYOUT
 from cairn.configs.errors import ConfigError, message_of
+from cairn.configs.kinds import code_options, user_code
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.fencing import Claim, Tenure
 from cairn.flows.driver.approval import Withheld, require_not_withheld
@@ -40,6 +43,7 @@ from cairn.storage.store.store import Store
 from cairn.tasks.durable.beside import StepProcess
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
+from cairn.tasks.durable.plugin_sources import load_recorded
 from cairn.tasks.durable.retries import GivenUp
 from cairn.tasks.durable.selection import last_selection
 from cairn.tasks.durable.versions import weight_version_after
@@ -69,9 +73,14 @@ def starting_fleet(
     tenure: Tenure | None,
     report: Callable[[str], None] = lambda sentence: None,
     trains_only: bool = False,
+    any_code: bool = False,
 ) -> "Iterator[Callable[[], Fleet]]":
     """Start engines in the background while the block runs, and close them at its end. Yields a function that waits for
-    the fleet. The models must have the digests `digests`. `tenure`, `report`, `trains_only`: see `Fleet.start`."""
+    the fleet.
+
+    The models must have the digests `digests`, and so must the user code of the training ranks, whenever these are
+    started, unless it may be `any_code`. `tenure`, `report`, `trains_only`: see `Fleet.start`.
+    """
     from cairn.engines.fleet.fleet import Fleet  # Ray takes a second to import
 
     deadline = config.fleet.start_timeout * 2
@@ -82,6 +91,7 @@ def starting_fleet(
             name=name,
             total_steps=total_steps,
             model_digests=digests,
+            load_code=None if any_code else _loading_code(config, digests),
             tenure=tenure,
             report=report,
             trains_only=trains_only,
@@ -91,6 +101,14 @@ def starting_fleet(
         finally:
             if fleet.exception(timeout=deadline) is None:
                 fleet.result().close()
+
+
+def _loading_code(config: RunConfig, digests: Mapping[str, str]) -> Callable[[], None] | None:
+    """Return a function that loads the user code of training ranks in their processes, and refuses any other."""
+    options = code_options(ENGINES["training"])
+    named = {option: tuple(paths) for option, paths in user_code(config).items() if option in options}
+    recorded = {paths: digests[f"{option}:modules"] for option, paths in named.items()}
+    return partial(load_recorded, recorded, tuple(map(os.path.abspath, sys.path))) if recorded else None
 
 
 def fleet_name(store: Store, run: str) -> str:
@@ -142,7 +160,9 @@ def make_restore_point(
         # The name belongs to this driver alone. These actors end with it on a joined cluster too: a successor may need
         # their resources, but not the actors.
         name = f"{fleet_name(ledger.store, ledger.run)}-restore-{uuid4().hex[:8]}"
-        with starting_fleet(before, name, total_steps(owner, before), owner.manifest.inputs, None) as fleet:
+        steps, digests = total_steps(owner, before), owner.manifest.inputs
+        # Whether today's code makes the parent's states is checked by their digests.
+        with starting_fleet(before, name, steps, digests, None, any_code=True) as fleet:
             run = sources.context(before, ledger, fleet, {}, emit, recipe)
             for index in indices:
                 checkpoint(run, index, None, run.committed(index, Step.TRAIN), last_selection(run, index))

@@ -16,8 +16,9 @@ import functools
 import hashlib
 import inspect
 import re
+import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -65,6 +66,17 @@ def require_recorded(paths: Iterable[str], recorded: str) -> None:
             f"the source of {' or '.join(names)} was changed while the run used it: undo the change and run "
             "`cairn resume`, or run `cairn fork` to use the new source"
         )
+
+
+def load_recorded(recorded: Mapping[tuple[str, ...], str], search: Iterable[str]) -> None:
+    """Do the same as `require_recorded` for several options, in a process on any machine. The process then finds
+    modules in the folders `search` too, after its own ones.
+
+    `recorded`: digests by the functions that an option names.
+    """
+    sys.path += [folder for folder in search if folder not in sys.path]
+    for paths, digest in recorded.items():
+        require_recorded(paths, digest)
 
 
 def defining_file_digest(function: Callable[..., Any]) -> str:

@@ -241,7 +241,7 @@ def open_shard(plan: ShardPlan, store_url: str, *, signs: bool) -> Shard:
     if signs != bool(os.environ.get(SIGNING_KEY)):
         raise KeeperRefused(f"{SIGNING_KEY} is not the driver's here")
     try:
-        store, tokenizer = _store(store_url, run_manifest(plan.run)), _tokenizer(plan.model, plan.tokenizer)
+        store, tokenizer = reached(store_url, run_manifest(plan.run)), _tokenizer(plan.model, plan.tokenizer)
     except (StoreRefused, BadModel) as refused:
         raise KeeperRefused(str(refused)) from refused
     attempt = Attempt(store, plan.run, plan.iteration, plan.step, plan.shard, plan.attempt)
@@ -249,6 +249,23 @@ def open_shard(plan: ShardPlan, store_url: str, *, signs: bool) -> Shard:
 
 
 SIGNING_KEY = "CAIRN_SIGNING_KEY"
+REFUSED_SECONDS = 60.0
+"""Time for which a store that could not be used is not asked again: each attempt may wait for a connection."""
+_refused: dict[tuple[str, str], tuple[float, str]] = {}
+"""Stores that could not be used, each with the time of the last attempt and why."""
+
+
+def reached(url: str, manifest: str) -> Store:
+    """Return the store at a URL, if it has the run's manifest. Raises StoreRefused, and for a while again without
+    asking the store."""
+    at, why = _refused.get((url, manifest), (-math.inf, ""))
+    if time.monotonic() - at < REFUSED_SECONDS:
+        raise StoreRefused(why)
+    try:
+        return _store(url, manifest)
+    except StoreRefused as refused:
+        _refused[url, manifest] = time.monotonic(), str(refused)
+        raise
 
 
 @cache

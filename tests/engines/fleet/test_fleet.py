@@ -15,6 +15,7 @@ import psutil
 import pytest
 import ray
 
+from cairn.configs.plugins import BadPlugin
 from cairn.engines.agents.episodes.user_code import SINGLE_TURN, GenerateFunction
 from cairn.engines.fleet.calls import Deadline, map_in_threads
 from cairn.engines.fleet.cluster import Cluster, ClusterError
@@ -42,8 +43,10 @@ from cairn.engines.types.types import Completion, FinishReason, GenerateRequest,
 from cairn.engines.weights.fingerprint import weights_checksum
 from cairn.engines.weights.layout import StoredVersion, is_whole
 from cairn.engines.weights.versions import read_version
+from cairn.flows.driver.session import starting_fleet
 from cairn.storage.opening import open_store
 from cairn.storage.store.errors import NoSpace, StoreRefused
+from cairn.tasks.durable.plugin_sources import source_digest
 from tests.engines.training.builders import VOCABULARY, make_batch, model_folder
 from tests.fleets import serve_all, sync, versions
 from tests.ray_fixtures import fleet_config
@@ -136,6 +139,25 @@ def test_an_error_of_the_gpu_on_all_ranks_is_a_death_and_the_update_succeeds_in_
         with pytest.raises(EngineDied, match="illegal memory access"):
             fleet.training.health()
         assert fleet.training.ensure_alive()["pid"] != before
+        assert train_once(fleet) == 1
+
+
+@pytest.mark.proof
+def test_a_training_engine_that_is_started_again_refuses_code_that_was_changed_meanwhile(
+    model: Path, ray_cluster: Cluster, tmp_path: Path
+) -> None:
+    code, source = tmp_path / "mine.py", "def loss(log_probs, tokens, config):\n    return -log_probs, {}\n"
+    code.write_text(source)
+    config = fleet_config(model, algorithm={"loss_type": f"{code}:loss"})
+    digests = {"model": folder_digest(model), "algorithm.loss_type:modules": source_digest(f"{code}:loss")}
+    with starting_fleet(config, "changed", TOTAL_STEPS, digests, None, trains_only=True) as started:
+        fleet = started()
+        code.write_text(source.replace("-log_probs", "log_probs"))
+        assert train_once(fleet) == 1, "it has the recorded code"
+        with pytest.raises(BadPlugin, match=r"mine\.py:loss was changed while the run used it"):
+            fleet.training.restart()
+        code.write_text(source)
+        fleet.training.restart()
         assert train_once(fleet) == 1
 
 

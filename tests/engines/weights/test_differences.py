@@ -1,12 +1,15 @@
 """Differences between versions of weights are lossless whatever the bits are, and broken ones are errors."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save
 
-from cairn.engines.weights.differences import bits_of, decode, encode
+from cairn.engines.weights.differences import FORMAT, _compressed, bits_of, decode, encode
 
 FORMATS = {
     torch.uint8: 8,
@@ -45,7 +48,7 @@ def pairs(draw: st.DrawFn) -> list[Pair]:
 
 def applied(difference: bytes, old: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     tensors = {name: tensor.clone() for name, tensor in old.items()}
-    for change in decode(difference):
+    for change in decode(difference, tensors):
         change.apply_to(tensors[change.name])
     return tensors
 
@@ -78,7 +81,7 @@ def test_unchanged_tensors_take_no_room() -> None:
     old = {f"frozen.{index}": torch.randn(1000) for index in range(50)}
     assert len(encode((name, tensor, tensor.clone()) for name, tensor in old.items())) < 200
     some = encode([*((name, tensor, tensor) for name, tensor in old.items()), ("w", torch.zeros(1), torch.ones(1))])
-    assert [change.name for change in decode(some)] == ["w"]
+    assert [change.name for change in decode(some, {"w": torch.zeros(1)})] == ["w"]
 
 
 def test_a_long_way_between_two_changes() -> None:
@@ -93,25 +96,44 @@ def test_a_long_way_between_two_changes() -> None:
 @settings(max_examples=300, deadline=None)
 def test_broken_bytes_are_a_value_error_or_decode(data: st.DataObject) -> None:
     old = torch.arange(2000, dtype=torch.float32)
-    whole = bytearray(encode([("a", old, old * 1.5), ("b", old.bfloat16(), old.bfloat16() + 3)]))
+    tensors = {"a": old, "b": old.bfloat16()}
+    whole = bytearray(encode([("a", old, old * 1.5), ("b", tensors["b"], tensors["b"] + 3)]))
     for _ in range(data.draw(st.integers(1, 3))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     broken = bytes(whole[: data.draw(st.sampled_from([len(whole), len(whole) // 2, 9, 0]))])
     try:
-        for change in decode(broken):
+        for change in decode(broken, tensors):
             assert len(change.positions) == len(change.steps)
-            assert not len(change.positions) or 0 <= int(change.positions[0]) <= int(change.positions[-1]) < np.prod(
-                change.shape
-            )
+            assert not len(change.positions) or 0 <= int(change.positions[0]) <= int(change.positions[-1]) < len(old)
     except ValueError:
         pass
 
 
-def test_a_difference_fits_no_other_tensor() -> None:
-    old = torch.zeros(4, 2)
-    (change,) = decode(encode([("w", old, old + 1)]))
-    for other in (torch.zeros(8), torch.zeros(4, 2, dtype=torch.float64)):
-        with pytest.raises(ValueError, match=r"w is .* and the difference was made from torch.float32 \(4, 2\)"):
-            change.apply_to(other)
+CLAIMED = 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("claims", "error"),
+    [
+        (
+            [("w", "bfloat16", [CLAIMED])],
+            r"w is torch.bfloat16 \(8,\), and .* was made from .* \(2000000,\)",
+        ),
+        ([("w", "int16", [8])], "w is torch.bfloat16 .* was made from torch.int16"),
+        ([("w", "bfloat16", [8])] * (CLAIMED // 8), "changes a tensor twice"),
+        ([("v", "bfloat16", [CLAIMED])], "changes v, which the version before it does not have"),
+        ([("w", "bfloat16", [8])], "2000000 changes of 8 elements"),
+    ],
+)
+def test_a_difference_changes_no_more_than_there_is(claims: list[tuple[str, str, list[int]]], error: str) -> None:
+    """Its few bytes would otherwise become as many as it claims."""
+    parts = {f"2.{name}": _compressed(np.zeros(size * CLAIMED, np.uint8)) for name, size in (("gaps", 1), ("steps", 2))}
+    header = {"tensors": claims, "counts": {"2": (CLAIMED, CLAIMED)}}
+    forged = save(parts, metadata={"cairn.difference": FORMAT, "header": json.dumps(header)})
+    with pytest.raises(ValueError, match=error):
+        next(decode(forged, {"w": torch.zeros(8, dtype=torch.bfloat16)}))
+
+
+def test_other_bytes_are_no_difference() -> None:
     with pytest.raises(ValueError, match="not a difference"):
-        list(decode(b"x" * 100))
+        list(decode(b"x" * 100, {}))

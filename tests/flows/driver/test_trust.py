@@ -186,7 +186,7 @@ def test_an_ancestor_is_trusted_no_more_than_its_fork(
     recipe, store = forked
     forge(store, "tiny", change)
     started: list[RunConfig] = []
-    monkeypatch.setattr("cairn.flows.driver.session.starting_fleet", lambda config, *_: started.append(config))
+    monkeypatch.setattr("cairn.flows.driver.session.starting_fleet", lambda config, *_, **__: started.append(config))
     with (
         pytest.raises(ConfigError, match=rf"{option} is .* in the ledger of tiny, and a store may"),
         session.open_run(store, "forked", recipe if with_recipe else None),
@@ -202,7 +202,7 @@ def test_weights_of_an_ancestor_are_brought_back_in_the_clusters_of_the_fork(
     forge(store, "tiny", lambda config: config["fleet"].update(ray_address="198.51.100.7:6379"))
     started: list[RunConfig] = []
 
-    def start(config: RunConfig, *_: Any) -> Any:
+    def start(config: RunConfig, *_: Any, **options: Any) -> Any:
         started.append(config)
         raise InterruptedError
 

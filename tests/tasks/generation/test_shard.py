@@ -14,12 +14,14 @@ from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.types.errors import EngineDied
 from cairn.flows.iteration import plan_round
 from cairn.storage.ledger.commits import Commit, Step
-from cairn.storage.ledger.layout import attempts
+from cairn.storage.ledger.layout import attempts, run_manifest
 from cairn.storage.logs.parts import read_any_part
+from cairn.storage.store.errors import StoreRefused
 from cairn.storage.store.local import LocalStore
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
 from cairn.tasks.generation import rollout as step
+from cairn.tasks.generation.shard import reached
 from tests.tiny_run import Events, tiny_config, tiny_context
 from tests.waiting import wait_for
 
@@ -112,6 +114,19 @@ def test_a_driver_keeps_the_samples_of_an_engine_that_lacks_its_key(
         monkeypatch.setenv("CAIRN_SIGNING_KEY", "key.pem")
         assert first_shard(run).table.content == content
         assert any("go through the driver" in text for text in messages(events))
+
+
+def test_a_store_that_was_not_reached_is_asked_again_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, manifest = str(tmp_path), run_manifest("late")
+    with pytest.raises(StoreRefused, match="has no runs/late"):
+        reached(url, manifest)
+    LocalStore(url).write(manifest, b"{}")
+    with pytest.raises(StoreRefused, match="has no runs/late"):
+        reached(url, manifest)
+    monkeypatch.setattr("cairn.tasks.generation.shard.REFUSED_SECONDS", 0.0)
+    assert reached(url, manifest).exists(manifest)
 
 
 def messages(events: Events) -> list[str]:
