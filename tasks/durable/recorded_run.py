@@ -90,6 +90,10 @@ class Snapshots:
             self.remember(output, kept)
         return kept
 
+    def holds(self, output: OutputFile) -> bool:
+        """Return whether a snapshot was read or written lately, so that it need not be read from the store."""
+        return self._tables.get(output.sha256) is not None
+
     def remember(self, output: OutputFile, table: pa.Table) -> None:
         """Cache a snapshot that was just written: the next steps read it."""
         self._tables.add(output.sha256, table)

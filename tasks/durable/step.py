@@ -111,7 +111,7 @@ class StepCall:
 
 
 BESIDE_BYTES = 2**20
-"""Bytes of the tables that a step reads from which on its body runs beside the driver."""
+"""Bytes of tables that the driver would have to read for a step, from which on its body runs beside the driver."""
 
 
 @dataclass(frozen=True)
@@ -180,10 +180,11 @@ def goes_beside(call: StepCall) -> bool:
     return in_store and not isinstance(run.data, MixedData) and not run.grader.sees_messages
 
 
-def _large(arguments: Sequence[Any]) -> bool:
+def _reads_much(run: RunContext, arguments: Sequence[Any]) -> bool:
     lists = (argument if isinstance(argument, list | tuple) else [argument] for argument in arguments)
     commits = (item for one in lists for item in one if isinstance(item, Commit))
-    return sum(table.bytes for commit in commits for table in commit.tables) >= BESIDE_BYTES
+    tables = (table for commit in commits for table in commit.tables if not run.holds(table))
+    return sum(table.bytes for table in tables) >= BESIDE_BYTES
 
 
 def _answer(run: RunContext, question: Any) -> Any:
@@ -278,7 +279,12 @@ class DurableStep(Generic[Args]):
         A body that may run beside the driver does so where the run has a process for it and there is much to read.
         """
         process = call.run.attached(StepProcess)
-        if process is not None and self.beside and goes_beside(call) and _large([*args, *kwargs.values()]):
+        if (
+            process is not None
+            and self.beside
+            and goes_beside(call)
+            and _reads_much(call.run, [*args, *kwargs.values()])
+        ):
             outcome: Outcome = process.call(StepRequest.of(self, call, args, kwargs), partial(_answer, call.run))
             return outcome
         call = replace(call, run=call.run.seen_as(view(call.run.config, self._reader(call.run.config))))
