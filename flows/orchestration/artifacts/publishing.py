@@ -218,7 +218,9 @@ class ProgressBar:
 CATCH_UP = 100
 """Number of pages of earlier iterations that a driver creates at most."""
 POINTS = 400
-"""Number of points of the reward curve that a driver reads from the ledger at its start, at most."""
+"""Number of points of earlier iterations on the reward curve, at most."""
+POINTS_AT_ONCE = 8
+"""Points of these that a driver reads at its start, and with each iteration. The first ones span the whole run."""
 PAGE_INTERVAL = 5.0
 """Seconds between two updates of the run's page."""
 ITERATION = "-iteration"
@@ -245,6 +247,8 @@ class Pages:
         self._existing: set[int] | None = None
         """Iterations with a page; None: unknown, to be queried from Prefect."""
         self._rewards: dict[int, float] = {}
+        self._unread: list[int] = []
+        """Earlier iterations whose rewards are still to be read, the next ones last."""
         self._scores: dict[str, dict[int, float]] = {}
         self._costs: dict[Step, StepCost] = {}
         self._done = 0
@@ -259,9 +263,11 @@ class Pages:
                 self._follow(event)
             case IterationDone():
                 self._iteration_done(event.iteration, event.commits)
+                self._read_rewards(POINTS_AT_ONCE)
                 self._publish(now=False)
             case RunDone():
                 self._bar.show(100.0, f"Done: {self._done} iterations")
+                self._read_rewards(POINTS)
                 self._publish(now=True)
                 self._bar.end(finish=True)
 
@@ -279,10 +285,8 @@ class Pages:
         self._driver = current_flow_run_id()
         self._bar.begin(self._driver)
         self._done = first
-        for index in range(0, first, -(-first // POINTS) or 1):
-            trained = ledger.find(index, Step.ADVANTAGE)
-            if trained is not None and (reward := generated_reward(ledger, trained)) is not None:
-                self._rewards[index] = reward
+        self._unread = _finest_first(range(first - 1, -1, -first // POINTS or -1))
+        self._read_rewards(POINTS_AT_ONCE)
         self._scores = benchmark_scores(ledger, self._run.config)
         self._newest = ledger.find(first - 1, Step.TRAIN) if first else None
         own = range(max(ledger.first_iteration, first - CATCH_UP), first)
@@ -325,6 +329,14 @@ class Pages:
         self._done = max(self._done, index + 1)
         self._newest = next((commit for commit in commits if commit.step is Step.TRAIN), self._newest)
         self._missing[index] = commits
+
+    def _read_rewards(self, most: int) -> None:
+        ledger = self._run.ledger
+        for _ in range(min(most, len(self._unread))):
+            index = self._unread.pop()
+            trained = ledger.find(index, Step.ADVANTAGE)
+            if trained is not None and (reward := generated_reward(ledger, trained)) is not None:
+                self._rewards[index] = reward
 
     def _publish(self, *, now: bool) -> None:
         """Create missing pages; replace the run's page if `now`, or if PAGE_INTERVAL has passed."""
@@ -393,6 +405,11 @@ def _sum(before: StepCost | None, cost: StepCost) -> StepCost:
         device_seconds=before.device_seconds + cost.device_seconds,
         tokens=tokens,
     )
+
+
+def _finest_first(indexes: Sequence[int]) -> list[int]:
+    """Return the indexes in an order of which the last ones, however many, span all of them."""
+    return [indexes[i] for i in sorted(range(len(indexes)), key=lambda i: i & -i or len(indexes))]
 
 
 def _iteration_of(description: str) -> int:

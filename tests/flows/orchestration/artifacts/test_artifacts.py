@@ -22,7 +22,7 @@ from cairn.flows.events import IterationDone, RunDone, RunStarted
 from cairn.flows.orchestration.artifacts import publishing
 from cairn.flows.orchestration.artifacts import publishing as progress
 from cairn.flows.orchestration.artifacts.pages import Picked, curve, iteration_page, picked_samples, run_page
-from cairn.flows.orchestration.artifacts.publishing import Pages, run_key
+from cairn.flows.orchestration.artifacts.publishing import Pages, _finest_first, run_key
 from cairn.flows.text import block, code, plain, table
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
@@ -129,6 +129,15 @@ def drawn(page: str) -> tuple[list[list[str]], set[str]]:
     svg = ElementTree.fromstring(b64decode(match[1]))
     lines = [str(one.get("points")).split() for one in svg.iter("{http://www.w3.org/2000/svg}polyline")]
     return lines, {str(one.text) for one in svg.iter("{http://www.w3.org/2000/svg}text")}
+
+
+def test_the_first_points_of_a_long_curve_span_it() -> None:
+    order = _finest_first(range(9999, -1, -25))[::-1]
+    assert sorted(order) == list(range(24, 10_000, 25))
+    assert order[0] == 9999, "the newest"
+    for count in (8, 16, 64):
+        shown = sorted(order[:count])
+        assert max(b - a for a, b in zip([0, *shown], shown, strict=False)) <= 4 * 10_000 / count
 
 
 def test_the_page_of_a_run_has_rewards_scores_and_place(ledger: Ledger) -> None:
