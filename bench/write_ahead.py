@@ -21,7 +21,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -57,8 +57,8 @@ class TimedLog(SampleLog):
         TimedLog.seconds.clear()
         super().__init__(*args, **kwargs)
 
-    def recover(self, others: Sequence[str] | None = None) -> pa.Table:
-        return self._timed("looking", lambda: super(TimedLog, self).recover(others))
+    def recover(self) -> pa.Table:
+        return self._timed("looking", super().recover)
 
     def append(self, *finished: Any) -> None:
         self._timed("handing over", lambda: super(TimedLog, self).append(*finished))
@@ -83,7 +83,7 @@ class NoLog:
         self._schema, self._encode = schema, encode
         self._finished: list[Any] = []
 
-    def recover(self, others: Sequence[str] | None = None) -> pa.Table:
+    def recover(self) -> pa.Table:
         return self._schema.empty_table()
 
     def append(self, *finished: Any) -> None:

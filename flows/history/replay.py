@@ -124,23 +124,24 @@ class Replaying:
     def __init__(
         self,
         run: RunContext,
-        layouts: Layouts,
         wanted: Collection[Step],
         shard: str | None,
         scratch: Store,
         on_replayed: Callable[[Replayed], None] = lambda replayed: None,
         continue_on_error: bool = False,
+        layout_of: Callable[[Commit], RunContext] | None = None,
     ) -> None:
         """Create the runner.
 
         Args:
             run: finds the commits.
-            layouts: execute the wanted steps.
             on_replayed: is called with each replayed step.
             continue_on_error: continue after a step that cannot be replayed, or whose input weights cannot be
                 reproduced.
+            layout_of: returns the context that executes the step of a commit again; `run` by default.
         """
-        self._run, self._layouts, self._wanted, self._shard, self._scratch = run, layouts, wanted, shard, scratch
+        self._run, self._wanted, self._shard, self._scratch = run, wanted, shard, scratch
+        self._layout_of = layout_of or (lambda commit: run)
         self._on_replayed, self._continue_on_error = on_replayed, continue_on_error
         self.replayed: list[Replayed] = []
 
@@ -180,7 +181,7 @@ class Replaying:
         if step.finds:
             why = "its samples were chosen when it ran and are recorded: later steps read the record"
             return Replayed(name=committed.name, skipped=why)
-        run = self._layouts.of(committed)
+        run = self._layout_of(committed)
         attempt = Attempt(
             self._scratch, committed.run, committed.iteration, step.name, committed.shard, committed.attempt
         )
@@ -226,7 +227,7 @@ def replay(
         TemporaryDirectory(prefix="cairn-replay-") as folder,
     ):
         run = layouts.of(wanted[0])
-        runner = Replaying(run, layouts, {step}, shard, open_store(folder))
+        runner = Replaying(run, {step}, shard, open_store(folder), layout_of=layouts.of)
         with suppress(_EndOfLedger):
             _walk(run, runner, index)
     return runner.replayed
@@ -257,7 +258,7 @@ def replay_all(
             for index in own:
                 with TemporaryDirectory(prefix="cairn-replay-") as folder:
                     run, scratch = layouts.any(), open_store(folder)
-                    runner = Replaying(run, layouts, steps, None, scratch, on_replayed, continue_on_error=True)
+                    runner = Replaying(run, steps, None, scratch, on_replayed, True, layouts.of)
                     try:
                         _walk(run, runner, index)
                     except _EndOfLedger:

@@ -7,10 +7,8 @@ A fork shares its parent's iterations up to the iteration at which it was forked
 from the parent's folder.
 """
 
-import threading
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -81,8 +79,6 @@ def _numbers(names: Sequence[str]) -> list[int]:
 
 
 _STEPS = frozenset(Step)
-_LISTED = 16
-"""Steps whose attempts stay in memory."""
 
 
 class Ledger:
@@ -94,7 +90,6 @@ class Ledger:
         self.manifest = manifest
         self.run = manifest.run
         self._terms = RunTerms(store, manifest)
-        self._attempts = _Attempts(store, manifest.run)
         self.decisions = Decisions(store, manifest)
         """Decisions about this run, without those about its parents."""
         self._forks: tuple[str, ...] = ()
@@ -255,7 +250,6 @@ class Ledger:
         """Own the run, so that this process may commit. Raises LeaseHeld."""
         self.lease = Lease.acquire(self.store, self.run, takeover)
         self._records = RecentRecords(self.store)
-        self._attempts = _Attempts(self.store, self.run)
         return self.lease
 
     def require_lease(self) -> None:
@@ -359,17 +353,7 @@ class Ledger:
     def attempt(self, iteration: int, step: Step, shard: str | None = None) -> Attempt:
         """Return a fresh folder for the files of a step. Raises LeaseLost if this driver no longer owns the run."""
         name = layout.attempt_name(shard, self._own_lease().epoch, uuid.uuid4().hex[:12])
-        self._attempts.add(iteration, step, name)
         return Attempt(self.store, self.run, iteration, step, shard, name)
-
-    def attempts(self, iteration: int, step: Step) -> list[str]:
-        """Return the names of the attempts at a step and its shards from which the run's owner may recover.
-
-        These are its own, and those that it found when it first asked. Makes one request then, and none later. An
-        earlier driver that still runs may begin others meanwhile: they never count (`cairn.storage.logs.parts`).
-        """
-        self._own_lease()
-        return self._attempts.of(iteration, step)
 
     def running(self, iteration: int) -> AbstractContextManager[None]:
         """Count a shard of an iteration as running: commits with `shared` may wait for its own, which shares their
@@ -464,32 +448,6 @@ class Ledger:
         except FileNotFoundError:
             return None
         return Commit.from_bytes(data, path)
-
-
-class _Attempts:
-    """Names of the attempts at the steps that were asked for last. Thread-safe."""
-
-    def __init__(self, store: Store, run: str) -> None:
-        self._store, self._run = store, run
-        self._lock = threading.Lock()
-        self._names: OrderedDict[tuple[int, Step], list[str]] = OrderedDict()
-
-    def of(self, iteration: int, step: Step) -> list[str]:
-        """Return the names of a step's attempts."""
-        place = iteration, step
-        with self._lock:
-            if place not in self._names:
-                listed = map(layout.parse_attempt, self._store.list(layout.attempts(self._run, *place)))
-                self._names[place] = [name for name in listed if name is not None]
-                if len(self._names) > _LISTED:
-                    self._names.popitem(last=False)
-            return list(self._names[place])
-
-    def add(self, iteration: int, step: Step, name: str) -> None:
-        """Add an attempt of this process."""
-        with self._lock:
-            if (names := self._names.get((iteration, step))) is not None:
-                names.append(name)
 
 
 def is_marker(name: str) -> bool:

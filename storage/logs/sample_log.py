@@ -21,7 +21,7 @@ Parts are never committed: a commit names one compacted file.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 import pyarrow as pa
 
@@ -39,18 +39,14 @@ class SampleLog(Log):
 
     contents = "finished samples"
 
-    def recover(self, others: Sequence[str] | None = None) -> pa.Table:
+    def recover(self) -> pa.Table:
         """Return the rows of other attempts with which samples ended, or from which they resume; one for each sample.
 
         Call it once, before anything is appended, and before the calls of the samples are read: the calls of a finished
         sample were made before it ended.
-
-        Args:
-            others: names of the other attempts at the same work; None lists them.
         """
         store, folder = self._attempt.store, self._attempt.attempts
-        names = self._attempts() if others is None else others
-        parts = [part for name in names for part in _parts(store, folder, name)]
+        parts = [part for name in self._attempts() for part in _parts(store, folder, name)]
         tables = [self._schema.empty_table(), *(table for _, table in self._recovered(parts))]
         rows = pa.concat_tables(tables)
         return rows.take(pa.array(_counting(rows), pa.int64())).combine_chunks()

@@ -22,7 +22,6 @@ from cairn.engines.types.keeping import KeeperRefused, Kept, KeptHere, SampleEnd
 from cairn.engines.types.trajectories import Recorded
 from cairn.engines.types.types import FinishReason, SamplingParams
 from cairn.storage.ledger.commits import Commit, Step
-from cairn.storage.ledger.layout import attempt_shard
 from cairn.tasks.data.prompts import PromptRow
 from cairn.tasks.data.stream import Draw
 from cairn.tasks.durable.context import RunContext
@@ -241,18 +240,7 @@ def _plan(
         cut_tokens=run.config.rollout.cut_tokens,
         fresh=fresh,
         continued=continued,
-        others=_other_attempts(step),
     )
-
-
-def _other_attempts(step: StepCall) -> Sequence[str] | None:
-    """Return the other attempts at a shard: one listing for all shards of an iteration. None where calls are recorded,
-    whose log lists them after it has begun."""
-    run, attempt = step.run, step.attempt
-    if attempt.store is not run.ledger.store or generate_function(run).records:
-        return None
-    names = run.ledger.attempts(attempt.iteration, Step.ROLLOUT)
-    return [name for name in names if name != attempt.name and attempt_shard(name) == attempt.shard]
 
 
 def _keep(step: StepCall, engine: "RolloutHandle", plan: ShardPlan) -> Kept[Shard]:

@@ -80,8 +80,6 @@ class ShardPlan:
     fresh: Sequence[Group]
     continued: Sequence[tuple[Commit, int]]
     """Unfinished groups by their ids, each with the rollout that left it so."""
-    others: Sequence[str] | None
-    """Names of the other attempts at the shard; None lists them."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ class Shard:
             encode=self._encode,
             earlier_digests=plan.earlier_digests,
         )
-        self._recovered = self._log.recover(plan.others)
+        self._recovered = self._log.recover()
         self._finished, self._errors = finished_samples(self._recovered)
         self._missing = {
             request.key: request

@@ -10,8 +10,6 @@ from cairn.flows.iteration import iteration
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Step
 from cairn.storage.store.errors import NoSpace, StoreError
-from cairn.storage.store.local import LocalStore
-from cairn.tasks.generation.shard import Shard
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
@@ -41,34 +39,3 @@ def test_a_checkpoint_that_breaks_off_is_removed_unless_the_store_is_out_of_reac
         iteration(run, DirectSteps(run), 0)
         (checkpoint,) = (commit for commit in run.ledger.commits(0) if commit.step is Step.CHECKPOINT)
         assert all(run.ledger.store.exists(layout.in_run(run.ledger.run, out.path)) for out in checkpoint.outputs)
-
-
-def test_shards_of_a_round_share_one_listing_of_attempts_and_recover_what_a_failed_one_left(
-    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the same driver, which knows its own attempts, and by another one."""
-    config = tiny_config(tiny_assets, rollout={"shards_per_round": 4, "rollout_max_response_len": 4})
-    listed, list_folder = list[str](), LocalStore.list
-    monkeypatch.setattr(LocalStore, "list", lambda store, folder: listed.append(folder) or list_folder(store, folder))
-    finish, failing = Shard.finish, ["00-002", "00-001"]
-
-    def break_off(shard: Shard, *args: Any) -> Any:
-        shard.close()
-        if failing[-1:] == [shard._attempt.shard]:
-            failing.pop()
-            raise EngineDied("gone")
-        return finish(shard, *args)
-
-    monkeypatch.setattr(Shard, "finish", break_off)
-    with tiny_context(str(tmp_path), config) as (run, _):
-        attempts = layout.attempts(run.ledger.run, 0, Step.ROLLOUT)
-        for _ in range(2):
-            with pytest.raises(EngineDied):
-                iteration(run, DirectSteps(run), 0)
-        assert listed.count(attempts) == 1
-    listed.clear()
-    with tiny_context(str(tmp_path), config) as (run, _):
-        iteration(run, DirectSteps(run), 0)
-        assert listed.count(attempts) == 1
-    commits = [run.ledger.find(0, Step.ROLLOUT, f"00-{part:03d}") for part in range(4)]
-    assert [commit.metrics["recovered_groups"] for commit in commits if commit] == [0, 1, 1, 0]
