@@ -139,7 +139,7 @@ def test_an_engine_gets_work_when_its_machine_comes_and_leaves_it_to_others_when
                 machines.do(simulated_machines.lose_newest)
         driver.join(60)
         assert driver.exitcode == 0
-    joined, left = (one for one in messages if one.startswith("Engine"))
+    joined, left = (one for one in messages if " joins. " in one or " leaves: " in one)
     assert joined == "Engine rollout:1 joins. 2 of 2 rollout engines serve"
     assert left.startswith("Engine rollout:1 leaves: ")
     assert left.endswith(" 1 of 2 rollout engines serve")
