@@ -60,7 +60,7 @@ class Result:
     copy: list[float]
     """Seconds for which training waits."""
     make: list[float]
-    """Those of `copy` included."""
+    """Seconds until the files exist, with those of `copy`."""
     make_whole: list[float]
     apply: list[float]
     join: list[float]

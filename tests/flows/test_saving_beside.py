@@ -66,6 +66,9 @@ def drive(run: RunContext, saved: Callable[[], None] = lambda: None) -> None:
         assert [index for index, _ in iterations][-1] == ITERATIONS - 1
 
 
+BeforeWrites = Callable[[RunContext, LocalFleet, Callable[[int], None]], None]
+
+
 def after_update(run: RunContext, fleet: LocalFleet, iteration: int, then: Callable[[int], None]) -> None:
     """Let no checkpoint before `iteration` be written before its update is committed, and call `then` before each write
     with its number."""
@@ -129,7 +132,12 @@ def test_the_next_update_is_made_while_a_checkpoint_is_written_and_a_refused_one
     assert len(saved) == ITERATIONS
 
 
-def be_killed(store: str, config: RunConfig) -> None:
+def before_second_checkpoint(run: RunContext, fleet: LocalFleet, then: Callable[[int], None]) -> None:
+    after_update(run, fleet, 2, then)
+
+
+def be_killed(store: str, config: RunConfig, before_writes: BeforeWrites) -> None:
+    """Drive a run and die before it writes what it has copied the second time."""
     fleet = LocalFleet(config)
 
     def die(number: int) -> None:
@@ -137,7 +145,7 @@ def be_killed(store: str, config: RunConfig) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with tiny_context(store, config, fleet=fleet) as (run, _):
-        after_update(run, fleet, 2, die)
+        before_writes(run, fleet, die)
         drive(run)
 
 
@@ -146,7 +154,7 @@ def test_a_driver_killed_while_it_writes_leaves_no_checkpoint_and_the_next_begin
     tiny_assets: Path, tmp_path: Path, undisturbed: list[str | None]
 ) -> None:
     config = tiny(tiny_assets)
-    driver = FORKS.Process(target=be_killed, args=(str(tmp_path), config))
+    driver = FORKS.Process(target=be_killed, args=(str(tmp_path), config, before_second_checkpoint))
     driver.start()
     driver.join(300)
     assert driver.exitcode == -signal.SIGKILL
@@ -228,22 +236,10 @@ def test_weights_are_stored_while_the_next_update_is_made_and_a_refused_write_is
     assert (fleet.training.updates, fleet.training.restarts) == (ITERATIONS, 0)
 
 
-def be_killed_while_weights_are_written(store: str, config: RunConfig) -> None:
-    fleet = LocalFleet(config)
-
-    def die(number: int) -> None:
-        if number == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with tiny_context(store, config, fleet=fleet) as (run, _):
-        write_after_update(run, fleet, die)
-        drive(run)
-
-
 @pytest.mark.proof
 def test_weights_that_a_killed_driver_was_writing_are_stored_by_the_next_one(tiny_assets: Path, tmp_path: Path) -> None:
     config = lagged(tiny_assets)
-    driver = FORKS.Process(target=be_killed_while_weights_are_written, args=(str(tmp_path), config))
+    driver = FORKS.Process(target=be_killed, args=(str(tmp_path), config, write_after_update))
     driver.start()
     driver.join(300)
     assert driver.exitcode == -signal.SIGKILL

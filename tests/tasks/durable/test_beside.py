@@ -236,3 +236,17 @@ def test_a_question_about_long_responses_has_whole_calls_of_the_grader(
     graded = DriversGrader(terms, 2, answer).grade(samples, None if groups is None else list(groups))
     assert [one.reward for one in graded] == list(range(7))
     assert questions == asked
+
+
+def test_only_tables_that_the_driver_would_have_to_read_count_as_much(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, config = str(tmp_path), tiny_config(tiny_assets, rollout={"num_rollout": 1})
+    with tiny_context(store, config) as (run, _):
+        iteration(run, DirectSteps(run), 0)
+        graded = run.committed(0, Step.REWARD, "00-000")
+    monkeypatch.setattr(durable_step, "BESIDE_BYTES", 1)
+    with tiny_context(store, config) as (run, _):
+        assert durable_step._reads_much(run, [[graded], None])
+        run.read(graded)
+        assert not durable_step._reads_much(run, [[graded], None])
