@@ -15,12 +15,12 @@ import numpy as np
 from rich.table import Table
 
 from bench.driver_load import Costs, Load, Size
+from bench.exchanges import Exchange, exchange_of
 from bench.pipeline_sim import Machine, Prediction, predictions
 from cairn.configs.catalogue import hardware
 from cairn.configs.loader import load
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.models.quantized import quantization_config
-from cairn.engines.plan.sync import Exchange, exchange_of
 from cairn.engines.plan.tensors import Model
 from cairn.engines.rollout.plan import kind_of, served_model
 from cairn.flows.plan.subject import planned_model

@@ -27,6 +27,7 @@ from safetensors import safe_open
 
 from bench.clusters import exchange
 from bench.command import parse, say
+from bench.exchanges import nemo_rl_collectives, slime_collectives
 from bench.rollout import build_model
 from cairn.configs.loader import load
 from cairn.configs.schema.operations import FleetConfig
@@ -35,7 +36,6 @@ from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.handles import UPDATING
 from cairn.engines.fleet.weights.transports import transport_of
 from cairn.engines.fleet.weights.verification import verify_log_probs
-from cairn.engines.plan.sync import nemo_rl_collectives, slime_collectives
 from cairn.engines.rollout.base import RolloutEngine
 
 TRANSPORTS = ("tensor", "disk", "distributed")

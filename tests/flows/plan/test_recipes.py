@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.exchanges import exchange_of
 from cairn.configs.catalogue import hardware, published_config, slime_script
 from cairn.configs.loader import load
 from cairn.engines.models.quantized import quantization_config
-from cairn.engines.plan.sync import exchange_of
 from cairn.flows.plan.memory import engine_memory, rank_memory, weight_bytes
 from cairn.flows.plan.planning import plan_of
 from cairn.flows.plan.subject import FP8, Plan, subject_of
