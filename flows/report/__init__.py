@@ -9,7 +9,6 @@
 | `facts.py` | tables and figures |
 | `page.py` | the page, and which metrics are drawn together |
 | `compare.py` | two runs side by side, as a paragraph and a page |
-| `curve.py` | the reward curve alone, as a picture |
 
 `assets/` contains the page's own template, style and scripts; `vendor/` the libraries that it includes, unchanged.
 """

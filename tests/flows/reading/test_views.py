@@ -9,7 +9,6 @@ import pytest
 
 from cairn.flows.reading.samples import iteration_samples
 from cairn.flows.reading.views import RunState, RunStatus, all_runs, run_status
-from cairn.flows.report.curve import reward_curve
 from cairn.storage.ledger.commits import Step
 from cairn.storage.ledger.leases import Outcome
 from cairn.storage.opening import open_store
@@ -190,12 +189,3 @@ def test_an_iteration_without_samples_is_an_error_that_names_the_last(store: Sto
     write_iteration(ledger, 0)
     with pytest.raises(LookupError, match="has no samples of iteration 7; its last iteration is 0"):
         iteration_samples(ledger, 7)
-
-
-def test_the_reward_curve_is_a_picture(store: Store, tmp_path: Path) -> None:
-    ledger = new_run(store)
-    reward_curve(ledger, tmp_path / "empty.png")
-    write_run(ledger, 3)
-    reward_curve(ledger, tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "curve.png").stat().st_size > (tmp_path / "empty.png").stat().st_size

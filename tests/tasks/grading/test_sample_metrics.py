@@ -8,7 +8,6 @@ import pytest
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.metrics import iteration_metrics
 from cairn.flows.reading.views import run_status
-from cairn.flows.report.curve import reward_curve
 from cairn.storage.ledger.commits import Step
 from cairn.tasks.durable.selection import last_selection, number, unfinished_groups
 from cairn.tasks.grading.sample_metrics import sample_metrics
@@ -60,8 +59,6 @@ def test_what_the_filter_drops_is_part_of_what_is_generated(tiny_assets: Path, t
     assert trained[0] < shown["rollout/raw_reward"], "the filter dropped groups of reward 1"
     status = run_status(ledger.store, ledger.run)
     assert (status.reward, status.trained_reward) == (shown["rollout/raw_reward"], trained[0])
-    reward_curve(ledger, tmp_path / "curve.svg")
-    assert "of the samples trained on" in (tmp_path / "curve.svg").read_text()
 
 
 def test_a_group_counts_once_in_the_iteration_that_finishes_it(tiny_assets: Path, tmp_path: Path) -> None:
