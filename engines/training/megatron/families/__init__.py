@@ -1,22 +1,13 @@
-"""Families of models that Megatron trains, one per file."""
+"""Families of models that Megatron trains, by what they have in common."""
 
 from cairn.engines.models.configs import Config
 from cairn.engines.training.megatron.families.base import Family
-from cairn.engines.training.megatron.families.deepseek_v3 import DeepseekV3, Glm4MoeLite
-from cairn.engines.training.megatron.families.glm4 import Glm4
-from cairn.engines.training.megatron.families.glm4_moe import Glm4Moe
+from cairn.engines.training.megatron.families.dense import Glm4, Llama, Mistral, Qwen2, Qwen3, SeedOss
+from cairn.engines.training.megatron.families.experts import Qwen2Moe, Qwen3Moe
+from cairn.engines.training.megatron.families.gated_delta import Qwen3Next, Qwen35, Qwen35Moe
 from cairn.engines.training.megatron.families.gpt_oss import GptOss
-from cairn.engines.training.megatron.families.llama import Llama
-from cairn.engines.training.megatron.families.minimax_m2 import MiniMaxM2
-from cairn.engines.training.megatron.families.mistral import Mistral
-from cairn.engines.training.megatron.families.qwen2 import Qwen2
-from cairn.engines.training.megatron.families.qwen2_moe import Qwen2Moe
-from cairn.engines.training.megatron.families.qwen3 import Qwen3
-from cairn.engines.training.megatron.families.qwen3_5 import Qwen35, Qwen35Moe
-from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe
-from cairn.engines.training.megatron.families.qwen3_next import Qwen3Next
-from cairn.engines.training.megatron.families.seed_oss import SeedOss
-from cairn.engines.training.megatron.families.sparse_attention import DeepseekV32, GlmMoeDsa
+from cairn.engines.training.megatron.families.latent_attention import DeepseekV3, DeepseekV32, Glm4MoeLite, GlmMoeDsa
+from cairn.engines.training.megatron.families.routed import Glm4Moe, MiniMaxM2
 from cairn.engines.types.errors import BadModel
 
 FAMILIES: dict[str, Family] = {

@@ -6,7 +6,7 @@ from typing import Any
 
 from cairn.engines.models.configs import Config
 from cairn.engines.training.megatron.families.base import Family, Layout, Source, Stretch
-from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe, expert_parameter
+from cairn.engines.training.megatron.families.experts import Qwen3Moe, expert_parameter
 
 _LIMIT = 7.0
 """Clamp value of an expert's two inner projections, fixed in the model's code. Also fixed there are the 1.702 of

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from cairn.engines.models.configs import Config
-from cairn.engines.training.megatron.families.base import Family, Layout, Source
-from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe
+from cairn.engines.training.megatron.families.base import Family, Layout, Source, Stretch
+from cairn.engines.training.megatron.families.experts import Qwen3Moe
 
 SHARED_EXPERTS: Mapping[str, Source] = {
     "mlp.shared_experts.linear_fc1.weight": Source(
@@ -69,3 +69,61 @@ class Routed(Qwen3Moe):
     def _layers_with_experts(self, hf: Config) -> list[int]:
         """Return 1 for every layer with experts and 0 for every dense one."""
         return [int(layer >= hf.first_k_dense_replace) for layer in range(hf.num_hidden_layers)]
+
+
+class Glm4Moe(Routed):
+    """GLM-4.5, GLM-4.6, GLM-4.7 and GLM-4.5-Air: a rotary embedding of a part of the head."""
+
+    model_type = "glm4_moe"
+
+    def transformer(self, hf: Config) -> dict[str, Any]:
+        return {**super().transformer(hf), "add_qkv_bias": hf.attention_bias, "qk_layernorm": hf.use_qk_norm}
+
+    def model(self, hf: Config) -> dict[str, Any]:
+        return {**super().model(hf), "rotary_percent": hf.rope_parameters.get("partial_rotary_factor", 1.0)}
+
+
+_MINIMAX_LAYER: Mapping[str, Source] = {
+    **Qwen3Moe.layer,
+    "mlp.router.weight": Source(Layout.REPLICATED, ("block_sparse_moe.gate.weight",)),
+    "mlp.router.expert_bias": Source(Layout.REPLICATED, ("block_sparse_moe.e_score_correction_bias",)),
+    "self_attention.q_layernorm.weight": Source(
+        Layout.HEADS,
+        ("self_attn.q_norm.weight",),
+        lambda config: [
+            Stretch(0, config.num_attention_heads * config.kv_channels, config.num_attention_heads, config.kv_channels)
+        ],
+    ),
+    "self_attention.k_layernorm.weight": Source(
+        Layout.HEADS,
+        ("self_attn.k_norm.weight",),
+        lambda config: [
+            Stretch(0, config.num_query_groups * config.kv_channels, config.num_query_groups, config.kv_channels)
+        ],
+    ),
+}
+
+
+class MiniMaxM2(Qwen3Moe):
+    """Queries and keys normalised over all heads, and a rotary embedding of a part of the head."""
+
+    model_type = "minimax_m2"
+    layer = _MINIMAX_LAYER
+    whole_norms = True
+    experts = "block_sparse_moe.experts"
+    projections = ("w1", "w3", "w2")
+
+    def transformer(self, hf: Config) -> dict[str, Any]:
+        return {
+            **Family.transformer(self, hf),
+            **sigmoid_router(hf.num_experts_per_tok),
+            "num_moe_experts": hf.num_local_experts,
+            "moe_layer_freq": 1,
+            "moe_ffn_hidden_size": hf.intermediate_size,
+        }
+
+    def model(self, hf: Config) -> dict[str, Any]:
+        return {**super().model(hf), "rotary_percent": hf.rope_parameters.get("partial_rotary_factor", 1.0)}
+
+    def problems(self, hf: Config) -> list[str]:
+        return Family.problems(self, hf)

@@ -1,12 +1,12 @@
-"""Qwen3 with a mixture of experts in every layer, or in some of them."""
+"""Experts chosen by a softmax: Qwen3 and Qwen2 with experts."""
 
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from cairn.engines.models.configs import Config
-from cairn.engines.training.megatron.families.base import Layout, Source
-from cairn.engines.training.megatron.families.qwen3 import Qwen3
+from cairn.engines.training.megatron.families.base import Family, Layout, Source
+from cairn.engines.training.megatron.families.dense import Qwen3
 
 _MOE: Mapping[str, Source] = {
     **Qwen3.layer,
@@ -25,6 +25,8 @@ def expert_parameter(name: str) -> tuple[int, str] | None:
 
 
 class Qwen3Moe(Qwen3):
+    """Experts in every layer, or in some of them."""
+
     model_type = "qwen3_moe"
     layer = _MOE
     experts: ClassVar[str] = "mlp.experts"
@@ -54,3 +56,42 @@ class Qwen3Moe(Qwen3):
         expert, part = of_expert
         gate, up, down = (f"{self.experts}.{expert}.{projection}.weight" for projection in self.projections)
         return Source(Layout.GATED, (gate, up)) if part == "fc1.weight" else Source(Layout.ROW, (down,))
+
+
+GATED_EXPERT: Mapping[str, Source] = {
+    "mlp.shared_experts.linear_fc1.weight": Source(
+        Layout.GATED, ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight")
+    ),
+    "mlp.shared_experts.linear_fc2.weight": Source(Layout.ROW, ("mlp.shared_expert.down_proj.weight",)),
+    "mlp.shared_experts.gate_weight": Source(Layout.REPLICATED, ("mlp.shared_expert_gate.weight",)),
+}
+"""Sources of a shared expert whose output a gate scales."""
+
+
+def gated_expert(hf: Config) -> dict[str, Any]:
+    """Return Megatron's options of this expert."""
+    return {
+        "moe_shared_expert_intermediate_size": hf.shared_expert_intermediate_size,
+        "moe_shared_expert_gate": True,
+    }
+
+
+_QWEN2_LAYER: Mapping[str, Source] = {**Qwen3Moe.layer, **GATED_EXPERT}
+
+
+class Qwen2Moe(Qwen3Moe):
+    """Qwen1.5-MoE and Qwen2-MoE: biases in attention, and a shared expert behind a gate beside the routed ones."""
+
+    model_type = "qwen2_moe"
+    layer = _QWEN2_LAYER
+
+    def transformer(self, hf: Config) -> dict[str, Any]:
+        return {
+            **super().transformer(hf),
+            **gated_expert(hf),
+            "add_qkv_bias": hf.qkv_bias,
+            "qk_layernorm": False,
+        }
+
+    def problems(self, hf: Config) -> list[str]:
+        return [*Family.problems(self, hf), *(["it uses a sliding window"] if hf.use_sliding_window else [])]

@@ -1,12 +1,11 @@
-"""Qwen3-Next: gated delta networks, and experts next to a gated expert that all tokens share."""
+"""Gated delta networks in most layers, with or without experts: Qwen3-Next and Qwen3.5."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cairn.engines.models.configs import Config
 from cairn.engines.training.megatron.families.base import Family, Layout, Source, Stretch
-from cairn.engines.training.megatron.families.qwen2_moe import GATED_EXPERT, gated_expert
-from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe
+from cairn.engines.training.megatron.families.experts import GATED_EXPERT, Qwen3Moe, gated_expert
 
 # Common to Qwen3-Next and Qwen3.5: gated delta networks in most layers and gated attention in the others, norms whose
 # weights deviate from 1, and a rotary embedding of a part of the head.
@@ -27,7 +26,7 @@ def _gated_attention(config: Any) -> Sequence[Stretch]:
     ]
 
 
-def convolved(config: Any) -> Sequence[Stretch]:
+def _convolved(config: Any) -> Sequence[Stretch]:
     """Return the stretches of queries, keys and values of a gated delta network."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     width = config.linear_key_head_dim
@@ -39,7 +38,7 @@ def convolved(config: Any) -> Sequence[Stretch]:
     ]
 
 
-def value_heads(config: Any) -> Sequence[Stretch]:
+def _value_heads(config: Any) -> Sequence[Stretch]:
     """Return a stretch with one number for every value head."""
     return [Stretch(0, config.linear_num_value_heads, config.linear_num_value_heads, 1)]
 
@@ -50,9 +49,9 @@ _GATED_LAYER: Mapping[str, Source] = {
         Layout.GROUPS, tuple(f"self_attn.{part}_proj.weight" for part in "qkv"), _gated_attention
     ),
     "self_attention.in_proj.layer_norm_weight": Source(Layout.REPLICATED, ("input_layernorm.weight",)),
-    "self_attention.conv1d.weight": Source(Layout.HEADS, ("linear_attn.conv1d.weight",), convolved),
-    "self_attention.dt_bias": Source(Layout.HEADS, ("linear_attn.dt_bias",), value_heads),
-    "self_attention.A_log": Source(Layout.HEADS, ("linear_attn.A_log",), value_heads),
+    "self_attention.conv1d.weight": Source(Layout.HEADS, ("linear_attn.conv1d.weight",), _convolved),
+    "self_attention.dt_bias": Source(Layout.HEADS, ("linear_attn.dt_bias",), _value_heads),
+    "self_attention.A_log": Source(Layout.HEADS, ("linear_attn.A_log",), _value_heads),
     "self_attention.out_norm.weight": Source(Layout.REPLICATED, ("linear_attn.norm.weight",)),
     "self_attention.out_proj.weight": Source(Layout.ROW, ("linear_attn.out_proj.weight",)),
 }
@@ -106,7 +105,7 @@ def _input_projection(config: Any) -> Sequence[Stretch]:
     ]
 
 
-_LAYER: Mapping[str, Source] = {
+_NEXT_LAYER: Mapping[str, Source] = {
     **Qwen3Moe.layer,
     **GatedDelta.layer,
     **GATED_EXPERT,
@@ -117,8 +116,44 @@ _LAYER: Mapping[str, Source] = {
 
 
 class Qwen3Next(GatedDelta, Qwen3Moe):
+    """Experts next to a gated expert that all tokens share."""
+
     model_type = "qwen3_next"
-    layer = _LAYER
+    layer = _NEXT_LAYER
 
     def transformer(self, hf: Config) -> dict[str, Any]:
         return {**super().transformer(hf), **gated_expert(hf)}
+
+
+# Qwen3.5: the input projection of a delta network is in four tensors.
+
+
+def _separate_projection(config: Any) -> Sequence[Stretch]:
+    """Return the stretches of queries, keys, values, their gates, beta and alpha, each of all heads."""
+    heads, width = config.linear_num_value_heads, config.linear_value_head_dim
+    return [
+        *_convolved(config),
+        Stretch(1, heads * width, heads, width),
+        *(Stretch(part, heads, heads, 1) for part in (2, 3)),
+    ]
+
+
+_SEPARATE: Mapping[str, Source] = {
+    "self_attention.in_proj.weight": Source(
+        Layout.HEADS,
+        tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+        _separate_projection,
+    ),
+}
+_QWEN35_LAYER: Mapping[str, Source] = {**GatedDelta.layer, **_SEPARATE}
+_QWEN35_MOE_LAYER: Mapping[str, Source] = {**Qwen3Next.layer, **_SEPARATE}
+
+
+class Qwen35(GatedDelta):
+    model_type = "qwen3_5_text"
+    layer = _QWEN35_LAYER
+
+
+class Qwen35Moe(Qwen3Next):
+    model_type = "qwen3_5_moe_text"
+    layer = _QWEN35_MOE_LAYER
