@@ -17,7 +17,8 @@ class Column:
     type: str
     """DuckDB type."""
     about: str
-    sql: str
+    sql: str = ""
+    """Expression; empty for the column of that name in the base."""
 
 
 @dataclass(frozen=True)
@@ -51,29 +52,23 @@ class View:
         `same_rows`: the base and its twin have exactly one row for each row of the other.
         """
         chosen = [name for name in self.columns if name in names or name == self.anchor] or [next(iter(self.columns))]
-        items = ", ".join(f'{self.columns[name].sql} AS "{name}"' for name in chosen)
+        expressions = {name: self.columns[name].sql or f'b."{name}"' for name in chosen}
+        items = ", ".join(f'{sql} AS "{name}"' for name, sql in expressions.items())
         joins: dict[str, str] = {}
         for alias, join in reversed(list(self.joins.items())):
             if re.search(rf"\b{alias}\.", " ".join([items, *joins.values()])):
                 joins = {alias: join, **joins}
         if same_rows and self.twin is not None and self.twin.alias in joins:
             others = " ".join(join for alias, join in joins.items() if alias != self.twin.alias)
-            if set(re.findall(r"\bb\.(\w+)", items + others)) <= self.twin.columns:
+            if set(re.findall(r'\bb\."?(\w+)', items + others)) <= self.twin.columns:
                 renamed = re.sub(rf"\b{self.twin.alias}\.", "b.", items)
                 return f"SELECT {renamed} FROM {self.twin.base} {others}"
         return f"SELECT {items} FROM {self.base} {' '.join(joins.values())}"
 
 
-def column(type_: str, sql: str, about: str) -> Column:
-    """Return a column. The arguments are in the order that reads best in a view's definition."""
-    return Column(type_, about, sql)
-
-
 OF_RUN = {
-    "run": column(
-        "VARCHAR", "b.run", "the run; iterations that a fork shares appear under the fork and under its parent"
-    ),
-    "owner": column("VARCHAR", "b.owner", "the run that made it: `run = owner` counts each thing once"),
+    "run": Column("VARCHAR", "the run; iterations that a fork shares appear under the fork and under its parent"),
+    "owner": Column("VARCHAR", "the run that made it: `run = owner` counts each thing once"),
 }
 """Columns of every view of data that runs made."""
 
@@ -85,13 +80,13 @@ def time(name: str) -> str:
 
 OF_PLACE = {
     **OF_RUN,
-    "iteration": column("BIGINT", "b.iteration", "iteration in which it was made"),
-    "shard": column("VARCHAR", "b.shard", "shard of the rollout that generated it"),
+    "iteration": Column("BIGINT", "iteration in which it was made"),
+    "shard": Column("VARCHAR", "shard of the rollout that generated it"),
 }
 OF_SAMPLE = {
     **OF_PLACE,
-    "group_id": column("BIGINT", "b.group_id", "index of the prompt draw, unique in the run"),
-    "sample_index": column("INTEGER", "b.sample_index", "position in the group"),
+    "group_id": Column("BIGINT", "index of the prompt draw, unique in the run"),
+    "sample_index": Column("INTEGER", "position in the group"),
 }
 _TRAINED = "any_value(iteration) FILTER (WHERE disposition = 'train')"
 _DECISION = (
@@ -121,11 +116,11 @@ _GRADED = EquivalentJoin(
 """Join of a grade for each sample, whose status covers generation and grading. The tables match once all shards are
 graded."""
 _DECIDED = {
-    "disposition": column(
-        "VARCHAR", "d.disposition", "last decision on the group: `train`, `buffer`, `continue` or `drop`"
+    "disposition": Column(
+        "VARCHAR", "last decision on the group: `train`, `buffer`, `continue` or `drop`", "d.disposition"
     ),
-    "reason": column("VARCHAR", "d.reason", "why it was dropped"),
-    "trained_in": column("BIGINT", "d.trained_in", "iteration that trained on it; NULL: none"),
+    "reason": Column("VARCHAR", "why it was dropped", "d.reason"),
+    "trained_in": Column("BIGINT", "iteration that trained on it; NULL: none", "d.trained_in"),
 }
 
 GROUPS = View(
@@ -134,31 +129,29 @@ GROUPS = View(
     "cairn_filter b",
     {
         **OF_RUN,
-        "iteration": column("BIGINT", "b.iteration", "iteration of the filter step"),
-        "group_id": column("BIGINT", "b.group_id", "index of the prompt draw, unique in the run"),
-        "generated_in": column("BIGINT", "b.generated_in", "iteration whose rollout holds its samples"),
-        "shard": column("VARCHAR", "b.shard", "shard of that rollout"),
-        "kept": column("BOOLEAN", "b.kept", "whether it passed the filter, or is trained on although it did not"),
-        "disposition": column("VARCHAR", "b.disposition", "`train`, `buffer`, `continue` or `drop`"),
-        "reason": column("VARCHAR", "b.reason", "why it was dropped"),
-        "mean_reward": column("FLOAT", "b.mean_reward", ""),
-        "std_reward": column("FLOAT", "b.std_reward", ""),
-        "age": column("INTEGER", "b.age", "age of its newest tokens, in publications"),
-        "max_age": column("INTEGER", "b.max_age", "highest age of tokens that are trained on; NULL: no limit"),
-        "stale_tokens": column("INTEGER", "b.stale_tokens", "number of tokens older than `max_age`; NULL: none"),
-        "stale_weights": column(
-            "FLOAT[]",
-            "b.stale_weights",
-            "weights of tokens that are 1, 2, … publications older than `max_age`; NULL: 0",
+        "iteration": Column("BIGINT", "iteration of the filter step"),
+        "group_id": Column("BIGINT", "index of the prompt draw, unique in the run"),
+        "generated_in": Column("BIGINT", "iteration whose rollout holds its samples"),
+        "shard": Column("VARCHAR", "shard of that rollout"),
+        "kept": Column("BOOLEAN", "whether it passed the filter, or is trained on although it did not"),
+        "disposition": Column("VARCHAR", "`train`, `buffer`, `continue` or `drop`"),
+        "reason": Column("VARCHAR", "why it was dropped"),
+        "mean_reward": Column("FLOAT", ""),
+        "std_reward": Column("FLOAT", ""),
+        "age": Column("INTEGER", "age of its newest tokens, in publications"),
+        "max_age": Column("INTEGER", "highest age of tokens that are trained on; NULL: no limit"),
+        "stale_tokens": Column("INTEGER", "number of tokens older than `max_age`; NULL: none"),
+        "stale_weights": Column(
+            "FLOAT[]", "weights of tokens that are 1, 2, … publications older than `max_age`; NULL: 0"
         ),
-        "priority": column("DOUBLE", "b.priority", "priority that the filter returned; NULL: none"),
-        "key": column("VARCHAR", "b.key", "JSON value of its metadata under `rollout.buffer_key`"),
-        "removed": column("INTEGER[]", "b.removed", "positions of its samples that are not trained on"),
-        "prompt_index": column("BIGINT", "p.prompt_index", "row of the data set"),
-        "epoch": column("INTEGER", "p.epoch", "pass through the data set"),
-        "prompt": column("VARCHAR", "p.prompt", ""),
-        "label": column("VARCHAR", "p.label", "expected answer"),
-        "samples": column("BIGINT", "p.samples", "number of samples in the group"),
+        "priority": Column("DOUBLE", "priority that the filter returned; NULL: none"),
+        "key": Column("VARCHAR", "JSON value of its metadata under `rollout.buffer_key`"),
+        "removed": Column("INTEGER[]", "positions of its samples that are not trained on"),
+        "prompt_index": Column("BIGINT", "row of the data set", "p.prompt_index"),
+        "epoch": Column("INTEGER", "pass through the data set", "p.epoch"),
+        "prompt": Column("VARCHAR", "", "p.prompt"),
+        "label": Column("VARCHAR", "expected answer", "p.label"),
+        "samples": Column("BIGINT", "number of samples in the group", "p.samples"),
     },
     {
         "p": "LEFT JOIN (SELECT run, iteration, shard, group_id, any_value(prompt_index) AS prompt_index, "
@@ -174,74 +167,61 @@ SAMPLES = View(
     "cairn_rollout b",
     {
         **OF_SAMPLE,
-        "rollout_id": column("BIGINT", "b.rollout_id", ""),
-        "prompt_index": column("BIGINT", "b.prompt_index", "row of the data set"),
-        "epoch": column("INTEGER", "b.epoch", "pass through the data set"),
-        "prompt": column("VARCHAR", "b.prompt_text", ""),
-        "response": column("VARCHAR", "b.response_text", ""),
-        "label": column("VARCHAR", "b.label", "expected answer"),
-        "metadata": column("VARCHAR", "b.metadata", "JSON object of the data row"),
-        "prompt_tokens": column("BIGINT", "len(b.prompt_ids)", ""),
-        "response_tokens": column("BIGINT", "len(b.response_ids)", ""),
-        "masked_tokens": column("BIGINT", "len(list_filter(b.loss_mask, lambda m: m = 0))", "tokens with loss mask 0"),
-        "prompt_ids": column("INTEGER[]", "b.prompt_ids", ""),
-        "response_ids": column("INTEGER[]", "b.response_ids", ""),
-        "trajectories": column(
-            "INTEGER[]", "b.trajectories", "number of tokens of each trajectory; NULL: one trajectory"
+        "rollout_id": Column("BIGINT", ""),
+        "prompt_index": Column("BIGINT", "row of the data set"),
+        "epoch": Column("INTEGER", "pass through the data set"),
+        "prompt": Column("VARCHAR", "", "b.prompt_text"),
+        "response": Column("VARCHAR", "", "b.response_text"),
+        "label": Column("VARCHAR", "expected answer"),
+        "metadata": Column("VARCHAR", "JSON object of the data row"),
+        "prompt_tokens": Column("BIGINT", "", "len(b.prompt_ids)"),
+        "response_tokens": Column("BIGINT", "", "len(b.response_ids)"),
+        "masked_tokens": Column("BIGINT", "tokens with loss mask 0", "len(list_filter(b.loss_mask, lambda m: m = 0))"),
+        "prompt_ids": Column("INTEGER[]", ""),
+        "response_ids": Column("INTEGER[]", ""),
+        "trajectories": Column("INTEGER[]", "number of tokens of each trajectory; NULL: one trajectory"),
+        "trajectory_prompts": Column("INTEGER[][]", "own prompts of trajectories; NULL: all follow the row's prompt"),
+        "trajectory_rewards": Column(
+            "DOUBLE[]", "reward that user code set for each trajectory during generation; NULL: none"
         ),
-        "trajectory_prompts": column(
-            "INTEGER[][]",
-            "b.trajectory_prompts",
-            "own prompts of trajectories; NULL: all follow the row's prompt",
+        "trajectory_roles": Column("VARCHAR[]", "role of each trajectory; NULL: none"),
+        "turn_rewards": Column("DOUBLE[]", "reward that user code set for each segment; NULL: none"),
+        "retold_tokens": Column(
+            "INTEGER", "sampled tokens that a later prompt, or the code's result, has as other tokens; NULL: none"
         ),
-        "trajectory_rewards": column(
-            "DOUBLE[]",
-            "b.trajectory_rewards",
-            "reward that user code set for each trajectory during generation; NULL: none",
+        "trajectory_infos": Column(
+            "VARCHAR[]", "values for the grader that user code set, JSON of each trajectory; NULL: none"
         ),
-        "trajectory_roles": column("VARCHAR[]", "b.trajectory_roles", "role of each trajectory; NULL: none"),
-        "turn_rewards": column("DOUBLE[]", "b.turn_rewards", "reward that user code set for each segment; NULL: none"),
-        "retold_tokens": column(
-            "INTEGER",
-            "b.retold_tokens",
-            "sampled tokens that a later prompt, or the code's result, has as other tokens; NULL: none",
-        ),
-        "trajectory_infos": column(
-            "VARCHAR[]",
-            "b.trajectory_infos",
-            "values for the grader that user code set, JSON of each trajectory; NULL: none",
-        ),
-        "images": column(
+        "images": Column(
             "STRUCT(sha256 VARCHAR, height INTEGER, width INTEGER)[]",
-            "b.images",
             "images of the prompt, in order, with their size in pixels for the model; NULL: none",
         ),
-        "log_prob": column(
-            "DOUBLE", "list_avg(b.log_probs)", "mean over the response's tokens, from the rollout engine"
+        "log_prob": Column(
+            "DOUBLE", "mean over the response's tokens, from the rollout engine", "list_avg(b.log_probs)"
         ),
-        "weight_version": column(
-            "INTEGER", "list_max(b.weight_versions)", "newest version that sampled one of its tokens"
+        "weight_version": Column(
+            "INTEGER", "newest version that sampled one of its tokens", "list_max(b.weight_versions)"
         ),
-        "finish_reason": column("VARCHAR", "b.finish_reason", "`stop`, `length` or `abort`"),
-        "status": column(
+        "finish_reason": Column("VARCHAR", "`stop`, `length` or `abort`"),
+        "status": Column(
             "VARCHAR",
-            "coalesce(g.status, b.status)",
             "`completed`, `truncated`, `aborted` or `failed`, in generation or grading",
+            "coalesce(g.status, b.status)",
         ),
-        "error": column("VARCHAR", "coalesce(g.error, b.error)", "error in generation or grading"),
-        "seed": column("UBIGINT", "b.seed", "seed of the first call"),
-        "engine": column("VARCHAR", "b.engine", "engine that generated it last"),
-        "seconds": column("FLOAT", "b.seconds", "from acceptance of the sample to its end"),
-        "cached_tokens": column("BIGINT", "b.cached_tokens", "prompt tokens that the engine had in its prefix cache"),
-        "reward": column("FLOAT", "g.reward", "NULL: not graded, or failed"),
-        "components": column("VARCHAR", "g.components", "JSON object of partial rewards"),
-        "grader": column("VARCHAR", "g.grader", ""),
-        "grader_version": column("VARCHAR", "g.grader_version", ""),
+        "error": Column("VARCHAR", "error in generation or grading", "coalesce(g.error, b.error)"),
+        "seed": Column("UBIGINT", "seed of the first call"),
+        "engine": Column("VARCHAR", "engine that generated it last"),
+        "seconds": Column("FLOAT", "from acceptance of the sample to its end"),
+        "cached_tokens": Column("BIGINT", "prompt tokens that the engine had in its prefix cache"),
+        "reward": Column("FLOAT", "NULL: not graded, or failed", "g.reward"),
+        "components": Column("VARCHAR", "JSON object of partial rewards", "g.components"),
+        "grader": Column("VARCHAR", "", "g.grader"),
+        "grader_version": Column("VARCHAR", "", "g.grader_version"),
         **_DECIDED,
-        "advantage": column(
-            "DOUBLE", "list_avg(a.advantages)", "mean over the response's tokens; NULL: not computed yet"
+        "advantage": Column(
+            "DOUBLE", "mean over the response's tokens; NULL: not computed yet", "list_avg(a.advantages)"
         ),
-        "age": column("INTEGER", "list_max(a.ages)", "age of its oldest token when it was trained on, in publications"),
+        "age": Column("INTEGER", "age of its oldest token when it was trained on, in publications", "list_max(a.ages)"),
     },
     _OF_A_SAMPLE,
     twin=_GRADED,
@@ -254,19 +234,19 @@ SEGMENTS = View(
     "'finish_reason': finish_reason}]) AS pieces FROM cairn_rollout)) b",
     {
         **OF_SAMPLE,
-        "segment": column("BIGINT", "b.segment", "position in the response, from 0"),
-        "first_token": column(
+        "segment": Column("BIGINT", "position in the response, from 0"),
+        "first_token": Column(
             "BIGINT",
-            "coalesce(list_sum(list_transform(b.pieces[:b.segment], lambda p: p.tokens)), 0)::BIGINT",
             "position of its first token in the response",
+            "coalesce(list_sum(list_transform(b.pieces[:b.segment], lambda p: p.tokens)), 0)::BIGINT",
         ),
-        "tokens": column("INTEGER", "b.piece.tokens", ""),
-        "sampled": column(
-            "BOOLEAN", "b.piece.call IS NOT NULL", "whether the policy sampled it; if not, it is from the environment"
+        "tokens": Column("INTEGER", "", "b.piece.tokens"),
+        "sampled": Column(
+            "BOOLEAN", "whether the policy sampled it; if not, it is from the environment", "b.piece.call IS NOT NULL"
         ),
-        "call": column("VARCHAR", "nullif(b.piece.call, '')", "id of the call that sampled it"),
-        "seed": column("UBIGINT", "b.piece.seed", "seed of that call"),
-        "finish_reason": column("VARCHAR", "b.piece.finish_reason", "finish reason of that call"),
+        "call": Column("VARCHAR", "id of the call that sampled it", "nullif(b.piece.call, '')"),
+        "seed": Column("UBIGINT", "seed of that call", "b.piece.seed"),
+        "finish_reason": Column("VARCHAR", "finish reason of that call", "b.piece.finish_reason"),
     },
 )
 _ONE_PIECE = "[{'tokens': len(response_ids)::INTEGER, 'call': '0', 'seed': seed, 'finish_reason': finish_reason}]"
@@ -283,40 +263,38 @@ CALLS = View(
     "cairn_calls b",
     {
         **OF_SAMPLE,
-        "order": column(
-            "INTEGER", 'b."order"', "position of its response among the sample's, from 0; NULL: no response"
-        ),
-        "call": column("VARCHAR", "b.call", "its id in the sample, as in `segments`"),
-        "kind": column("VARCHAR", "b.kind", "`sample` (the policy), `tool`, `judge` or `now`"),
-        "name": column("VARCHAR", "b.name", "name of the tool or grader"),
-        "turn": column("INTEGER", "b.turn", "number of policy responses before it"),
-        "arguments": column("VARCHAR", "b.arguments", "JSON; NULL: a call to the policy or the clock"),
-        "arguments_digest": column("VARCHAR", "b.arguments_digest", ""),
-        "result": column(
+        "order": Column("INTEGER", "position of its response among the sample's, from 0; NULL: no response"),
+        "call": Column("VARCHAR", "its id in the sample, as in `segments`"),
+        "kind": Column("VARCHAR", "`sample` (the policy), `tool`, `judge` or `now`"),
+        "name": Column("VARCHAR", "name of the tool or grader"),
+        "turn": Column("INTEGER", "number of policy responses before it"),
+        "arguments": Column("VARCHAR", "JSON; NULL: a call to the policy or the clock"),
+        "arguments_digest": Column("VARCHAR", ""),
+        "result": Column(
             "VARCHAR",
-            "coalesce(b.result, l.result)",
             "JSON; NULL: it failed, or it is a policy response: see `segments`",
+            "coalesce(b.result, l.result)",
         ),
-        "result_digest": column("VARCHAR", "b.result_digest", "SHA-256 of a long result"),
-        "error": column("VARCHAR", "b.error", "why it failed"),
-        "failure": column(
+        "result_digest": Column("VARCHAR", "SHA-256 of a long result"),
+        "error": Column("VARCHAR", "why it failed"),
+        "failure": Column(
             "VARCHAR",
-            "b.reason",
             "why a tool failed: `arguments`, `raised`, `deadline`, `died`, `memory`, `type` or `size`",
+            "b.reason",
         ),
-        "given_tokens": column("INTEGER", "b.given_tokens", "tokens that the policy continued from"),
-        "sampled_tokens": column("BIGINT", "coalesce(len(b.response_ids), p.tokens)", "tokens that the policy sampled"),
-        "cached_tokens": column("BIGINT", "b.cached_tokens", "of `given_tokens`, those in the engine's prefix cache"),
-        "finish_reason": column(
-            "VARCHAR", "coalesce(b.finish_reason, p.finish_reason)", "finish reason of a policy response"
+        "given_tokens": Column("INTEGER", "tokens that the policy continued from"),
+        "sampled_tokens": Column("BIGINT", "tokens that the policy sampled", "coalesce(len(b.response_ids), p.tokens)"),
+        "cached_tokens": Column("BIGINT", "of `given_tokens`, those in the engine's prefix cache"),
+        "finish_reason": Column(
+            "VARCHAR", "finish reason of a policy response", "coalesce(b.finish_reason, p.finish_reason)"
         ),
-        "used": column(
+        "used": Column(
             "BOOLEAN",
-            "CASE WHEN b.kind = 'sample' THEN p.tokens IS NOT NULL END",
             "whether the policy response is part of the sample's response",
+            "CASE WHEN b.kind = 'sample' THEN p.tokens IS NOT NULL END",
         ),
-        "started_at": column("TIMESTAMP WITH TIME ZONE", time("started_at"), ""),
-        "seconds": column("FLOAT", "b.seconds", "from start to response"),
+        "started_at": Column("TIMESTAMP WITH TIME ZONE", "", time("started_at")),
+        "seconds": Column("FLOAT", "from start to response"),
     },
     {
         "l": "LEFT JOIN (SELECT DISTINCT run, iteration, shard, sha256, result FROM cairn_long_results) l ON "
@@ -331,16 +309,14 @@ REWARDS = View(
     "cairn_reward b",
     {
         **OF_SAMPLE,
-        "reward": column("FLOAT", "b.reward", "NULL: failed, or its group is not finished"),
-        "components": column("VARCHAR", "b.components", "JSON object of partial rewards"),
-        "raw_reward": column("FLOAT", "coalesce(b.raw_reward, b.reward)", "reward of the grader, before shaping"),
-        "trajectory_rewards": column(
-            "DOUBLE[]", "b.trajectory_rewards", "reward of each trajectory; NULL: all have the sample's reward"
-        ),
-        "grader": column("VARCHAR", "b.grader", ""),
-        "grader_version": column("VARCHAR", "b.grader_version", ""),
-        "status": column("VARCHAR", "b.status", "`completed`, `truncated`, `aborted` or `failed`"),
-        "error": column("VARCHAR", "b.error", ""),
+        "reward": Column("FLOAT", "NULL: failed, or its group is not finished"),
+        "components": Column("VARCHAR", "JSON object of partial rewards"),
+        "raw_reward": Column("FLOAT", "reward of the grader, before shaping", "coalesce(b.raw_reward, b.reward)"),
+        "trajectory_rewards": Column("DOUBLE[]", "reward of each trajectory; NULL: all have the sample's reward"),
+        "grader": Column("VARCHAR", ""),
+        "grader_version": Column("VARCHAR", ""),
+        "status": Column("VARCHAR", "`completed`, `truncated`, `aborted` or `failed`"),
+        "error": Column("VARCHAR", ""),
     },
 )
 ADVANTAGES = View(
@@ -349,14 +325,14 @@ ADVANTAGES = View(
     "cairn_advantage b",
     {
         **OF_RUN,
-        "iteration": column("BIGINT", "b.iteration", "iteration that trains on it"),
-        "group_id": column("BIGINT", "b.group_id", ""),
-        "sample_index": column("INTEGER", "b.sample_index", "position in the group"),
-        "reward": column("FLOAT", "b.reward", "reward that the update uses"),
-        "advantage": column("DOUBLE", "list_avg(b.advantages)", "mean over the response's tokens"),
-        "return": column("DOUBLE", "list_avg(b.returns)", "mean over the response's tokens"),
-        "tokens": column("BIGINT", "len(b.advantages)", "number of tokens of the response"),
-        "age": column("INTEGER", "list_max(b.ages)", "age of its oldest token, in publications; NULL: not known"),
+        "iteration": Column("BIGINT", "iteration that trains on it"),
+        "group_id": Column("BIGINT", ""),
+        "sample_index": Column("INTEGER", "position in the group"),
+        "reward": Column("FLOAT", "reward that the update uses"),
+        "advantage": Column("DOUBLE", "mean over the response's tokens", "list_avg(b.advantages)"),
+        "return": Column("DOUBLE", "mean over the response's tokens", "list_avg(b.returns)"),
+        "tokens": Column("BIGINT", "number of tokens of the response", "len(b.advantages)"),
+        "age": Column("INTEGER", "age of its oldest token, in publications; NULL: not known", "list_max(b.ages)"),
     },
 )
 TOKENS = View(
@@ -365,25 +341,25 @@ TOKENS = View(
     "(SELECT * FROM cairn_rollout WHERE response_ids IS NOT NULL) b",
     {
         **OF_SAMPLE,
-        "position": column("BIGINT", "unnest(range(len(b.response_ids)))", "position in the response, from 0"),
-        "token_id": column("INTEGER", "unnest(b.response_ids)", ""),
-        "log_prob": column(
-            "FLOAT", "unnest(b.log_probs)", "under the rollout engine; 0 for tokens from the environment"
+        "position": Column("BIGINT", "position in the response, from 0", "unnest(range(len(b.response_ids)))"),
+        "token_id": Column("INTEGER", "", "unnest(b.response_ids)"),
+        "log_prob": Column(
+            "FLOAT", "under the rollout engine; 0 for tokens from the environment", "unnest(b.log_probs)"
         ),
-        "loss_mask": column("UTINYINT", "unnest(b.loss_mask)", "1: trained on, unless too old"),
-        "weight_version": column("INTEGER", "unnest(b.weight_versions)", "version that sampled it"),
+        "loss_mask": Column("UTINYINT", "1: trained on, unless too old", "unnest(b.loss_mask)"),
+        "weight_version": Column("INTEGER", "version that sampled it", "unnest(b.weight_versions)"),
         **_DECIDED,
-        "advantage": column("FLOAT", "unnest(a.advantages)", "NULL: not computed yet"),
-        "return": column("FLOAT", "unnest(a.returns)", ""),
-        "age": column("INTEGER", "unnest(a.ages)", "age when it was trained on, in publications"),
-        "old_log_prob": column("FLOAT", "unnest(s.log_probs)", "under the policy before the update; NULL: not scored"),
-        "ref_log_prob": column("FLOAT", "unnest(s.ref_log_probs)", "under the reference model"),
-        "teacher_log_prob": column("FLOAT", "unnest(s.teacher_log_probs)", "under the teacher"),
-        "value": column("FLOAT", 'unnest(s."values")', "from the critic before the update"),
-        "ratio": column(
+        "advantage": Column("FLOAT", "NULL: not computed yet", "unnest(a.advantages)"),
+        "return": Column("FLOAT", "", "unnest(a.returns)"),
+        "age": Column("INTEGER", "age when it was trained on, in publications", "unnest(a.ages)"),
+        "old_log_prob": Column("FLOAT", "under the policy before the update; NULL: not scored", "unnest(s.log_probs)"),
+        "ref_log_prob": Column("FLOAT", "under the reference model", "unnest(s.ref_log_probs)"),
+        "teacher_log_prob": Column("FLOAT", "under the teacher", "unnest(s.teacher_log_probs)"),
+        "value": Column("FLOAT", "from the critic before the update", 'unnest(s."values")'),
+        "ratio": Column(
             "DOUBLE",
-            "unnest(list_transform(list_zip(s.log_probs, b.log_probs), lambda p: exp(p[1]::DOUBLE - p[2])))",
             "probability under the policy before the update, over that under the rollout engine; NULL: not scored",
+            "unnest(list_transform(list_zip(s.log_probs, b.log_probs), lambda p: exp(p[1]::DOUBLE - p[2])))",
         ),
     },
     {name: _OF_A_SAMPLE[name] for name in ("d", "a", "s")},
