@@ -10,9 +10,8 @@ import torch
 from cairn.configs.catalogue import published_config
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.plan.library import config_of
-from cairn.engines.training.megatron.backend import backend_for
+from cairn.engines.training.megatron.backend import backend_for, fusions_on_gpu
 from cairn.engines.training.megatron.families import family_of
-from cairn.engines.training.megatron.fusions import fusions_on_gpu
 
 RECIPES = Path(__file__).parents[4] / "configs" / "recipes" / "models"
 EXPERTS = {"moe_grouped_gemm", "moe_permute_fusion"}
