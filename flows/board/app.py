@@ -30,7 +30,7 @@ from starlette.routing import Route
 from cairn.configs.errors import BadInput, Failure
 from cairn.flows.board.actions import ACTIONS
 from cairn.flows.board.contents import RunContents
-from cairn.flows.board.gpus import Gpus
+from cairn.flows.board.gpus import measure
 from cairn.flows.board.reader import StoreReader
 from cairn.flows.report.content import made
 from cairn.flows.report.page import write_page
@@ -56,7 +56,6 @@ class Board:
         """`token`: without it nothing is changed. `price`: of a device for an hour."""
         self.reader = reader
         self._token, self._price = token, price
-        self._gpus = Gpus()
         self._contents: OrderedDict[str, RunContents] = OrderedDict()
 
     def app(self) -> Starlette:
@@ -99,7 +98,7 @@ class Board:
         return _answer(request, f"{version}", lambda: answer)
 
     def _machine(self, request: Request) -> Response:
-        state = self._gpus.measure()
+        state = measure()
         return _answer(request, f"{hash(str(state))}", lambda: state)
 
     def _facts(self, request: Request) -> Response:

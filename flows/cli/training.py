@@ -106,7 +106,7 @@ def _table(running: "Up") -> "RenderableType":
     from rich.console import Group
     from rich.text import Text
 
-    from cairn.flows.deployments.names import NAMES
+    from cairn.flows.deployments import NAMES
 
     parts = grid()
     parts.add_row("Prefect", running.ui_url if running.server else f"{running.ui_url}, as configured")

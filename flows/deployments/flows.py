@@ -30,6 +30,7 @@ from cairn.configs.catalogue import recipe_path
 from cairn.configs.loader import from_manifest, load
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.processes.deferred import defer_compiler
+from cairn.flows.deployments import NAMES
 from cairn.flows.deployments.forms import (
     EMPTY,
     SAME_GRADER,
@@ -44,7 +45,6 @@ from cairn.flows.deployments.forms import (
     Sampling,
     set_lines,
 )
-from cairn.flows.deployments.names import NAMES
 from cairn.flows.deployments.watching import record_process
 from cairn.flows.events import Event, IterationDone, RunStarted
 from cairn.flows.orchestration.artifacts.pages import board_link, board_page

@@ -13,9 +13,9 @@ from cairn.configs.catalogue import recipe_path
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import load, options
 from cairn.configs.schema.run import RunConfig
+from cairn.flows.deployments import NAMES
 from cairn.flows.deployments.flows import FLOWS, fork, rescore, train
 from cairn.flows.deployments.forms import CHANGED_OFTEN, Options, RewardOptions, recipes, set_lines
-from cairn.flows.deployments.names import NAMES
 
 ROOT = Path(__file__).parents[3]
 RECIPE = "quickstart"
