@@ -8,7 +8,7 @@ from typer import Argument, Option
 from cairn.configs.errors import BadInput, Failure
 from cairn.flows.cli.command import JsonOption, Root, SampleArgument, Shown, bad_input
 from cairn.flows.cli.printing import print_parts, print_stderr
-from cairn.flows.cli.tables import lines_of, sample_lines
+from cairn.flows.cli.tables import lines_of, piece_lines, sample_lines
 from cairn.flows.reading.address import samples_of, the_sample
 from cairn.flows.text import number
 
@@ -88,14 +88,14 @@ def _replay(ledger: "Ledger", view: "SampleView", debugger: bool, json: bool) ->
 
 def _printer(ledger: "Ledger") -> "Callable[[CallRecord], None]":
     """Return a function that prints answers one after the other."""
-    from cairn.flows.cli.episode_lines import record_lines
     from cairn.flows.reading.episodes import run_texts
+    from cairn.flows.reading.pieces import record_piece
 
     texts, began = run_texts(ledger), list[float]()
 
     def printed(record: "CallRecord") -> None:
         began.append(record.started_at)
-        print_parts(record_lines(record, began[0], texts))
+        print_parts(piece_lines(record_piece(record, began[0], texts)))
 
     return printed
 

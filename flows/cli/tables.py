@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from cairn.flows.reading.pieces import Piece
     from cairn.flows.reading.samples import SampleView, Scores
     from cairn.flows.reading.views import Groups, Retries, RunStatus
     from cairn.storage.ledger.decisions import GateStatus
@@ -172,7 +173,7 @@ def sample_lines(views: Sequence["SampleView"], total: int, *, alone: bool = Fal
     from rich.console import Group
     from rich.text import Text
 
-    from cairn.flows.cli.episode_lines import episode_lines
+    from cairn.flows.reading.pieces import pieces
 
     for view in views:
         yield Text(f"sample {view.number} of {total} ".ljust(80, "─"), "dim")
@@ -198,9 +199,24 @@ def sample_lines(views: Sequence["SampleView"], total: int, *, alone: bool = Fal
             yield Text(name, "bold dim")
             yield Text(printable(text))
         if view.episode is not None:
-            yield from episode_lines(view.episode)
+            for piece in pieces(view.episode):
+                yield from piece_lines(piece)
+            if view.episode.seconds is not None:
+                yield Text(f"{view.episode.seconds:.2f} s from the first call to the end of the last", "dim")
     if len(views) < total and not alone:
         yield Text(f"{len(views)} of {total} samples; --limit shows more", "dim")
+
+
+def piece_lines(piece: "Piece") -> "Iterator[Text]":
+    """Yield a heading and texts for a piece of an episode."""
+    from rich.text import Text
+
+    name = (printable(piece.name), "bold dim" if piece.facts else "bold")
+    yield Text.assemble(name, (f" {'   '.join(piece.facts)}" if piece.facts else "", "dim"))
+    if piece.arguments:
+        yield Text(printable(piece.arguments))
+    if piece.text is not None:
+        yield Text(printable(piece.text), "red" if piece.failed else "")
 
 
 @contextmanager
