@@ -4,11 +4,10 @@ import typer
 
 from cairn.flows.cli.app import app
 from cairn.flows.cli.benchmarks import benchmarks
-from cairn.flows.cli.bisect import bisect
 from cairn.flows.cli.board import board, watch
 from cairn.flows.cli.command import command
 from cairn.flows.cli.decisions import approve, keygen, pin, quarantine, reject, unpin
-from cairn.flows.cli.evaluation import evaluate, leaderboard
+from cairn.flows.cli.evaluation import bisect, evaluate, leaderboard
 from cairn.flows.cli.export import bundle, convert, export, unbundle
 from cairn.flows.cli.history import compare, diff, fork, replay, rescore, whatif
 from cairn.flows.cli.housekeeping import delete, gc, probe, verify
