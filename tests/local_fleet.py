@@ -19,7 +19,7 @@ from cairn.engines.fleet.turns import Turns
 from cairn.engines.scoring.reward_model import RewardModel
 from cairn.engines.training.factory import make_engine
 from cairn.engines.types.errors import PublicationGone, RequestRefused, WrongVersion
-from cairn.engines.types.keeping import Keeper, SampleEnd, WantedSample, close_after
+from cairn.engines.types.keeping import Finished, Keeper, closed_in_the_end
 from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest
 from cairn.engines.types.types import (
     Completion,
@@ -137,26 +137,17 @@ def dying_after_samples(fleet: "LocalFleet", count: int) -> "LocalFleet":
     return fleet
 
 
-class Beside:
-    """A keeper that the driver does not see into, although it is in its process."""
+class Overridable:
+    """An engine as a keeper knows it, with what a test has put in place of its methods."""
 
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
+    def __init__(self, engine: "LocalRollout") -> None:
+        self._engine = engine
 
-    def requests(self, wanted: Sequence[WantedSample]) -> list[SampleRequest]:
-        return self._keeper.requests(wanted)
+    def generate(self, *args: Any) -> Iterator[Any]:
+        return self._engine.generate_samples(*args)
 
-    def take(self, samples: Sequence[GeneratedSample]) -> list[SampleEnd]:
-        return self._keeper.take(samples)
-
-    def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        return method(self._keeper, *args)
-
-    def __enter__(self) -> "Beside":
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        close_after(error, self._keeper.close)
+    def abort(self) -> None:
+        self._engine.abort()
 
 
 class LocalRollout:
@@ -179,8 +170,12 @@ class LocalRollout:
         stream.submit(requests)
         return stream
 
-    def keep(self, make: Callable[[], Keeper]) -> "Beside":
-        return Beside(make())
+    def keep(self, make: Callable[[], Keeper]) -> Iterator[Any]:
+        with closed_in_the_end(make()) as keeper:
+            yield from keeper.generate(Overridable(self))
+            usage = self.usage()
+            result = keeper.finish()
+        yield Finished(result, usage)
 
     def generate_samples(self, *args: Any) -> Iterator[Any]:
         return self._samples.generate(*args)

@@ -7,7 +7,6 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,13 @@ from cairn.engines.agents.episodes.in_process import Answers, OpenRequests
 from cairn.engines.agents.episodes.samples import SampleEngine
 from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.fleet.fencing import Claim, FencedActor
+from cairn.engines.fleet.keepers import Keepers
 from cairn.engines.fleet.roles import Slot
 from cairn.engines.fleet.warm import THREADS
 from cairn.engines.processes.deferred import collecting_later, defer_compiler
 from cairn.engines.processes.ports import bypass_proxy_for_loopback, free_port
 from cairn.engines.rollout.admission import Admission
 from cairn.engines.types.errors import EngineDied, EngineError, is_device_failure
-from cairn.engines.types.keeping import Keeper, SampleEnd, WantedSample
 from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest
 from cairn.engines.types.types import GenerateRequest, SamplingParams, Stream
 
@@ -136,39 +135,6 @@ class _ClientStream:
                 self._changed.notify_all()
 
 
-class Keepers:
-    """Keepers of samples in this process, by name. Methods may be called from any thread."""
-
-    def __init__(self) -> None:
-        self._keepers: dict[str, Keeper] = {}
-
-    def keep(self, name: str, make: Callable[[], Keeper]) -> None:
-        """Make a keeper. `name` must differ from those of all keepers, present and past. Raises what `make` raises."""
-        self._keepers[name] = make()
-
-    def call_keeper(self, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of a keeper's method. Raises EngineError where it is gone."""
-        return getattr(self._keeper(name), method)(*args, **kwargs)
-
-    def close_keeper(self, name: str) -> None:
-        """Close a keeper, if it is not gone."""
-        keeper = self._keepers.pop(name, None)
-        if keeper is not None:
-            keeper.close()
-
-    def close_keepers(self) -> None:
-        """Close all keepers: those of a driver that was replaced."""
-        for name in list(self._keepers):
-            with suppress(Exception):  # its driver would have heard of it
-                self.close_keeper(name)
-
-    def _keeper(self, name: str) -> Keeper:
-        keeper = self._keepers.get(name)
-        if keeper is None:
-            raise EngineError(f"the engine's process was replaced, and with it {name}, which kept its samples")
-        return keeper
-
-
 class EngineActor(FencedActor):
     """A process with one engine, or with one rank's or one machine's part of it. The process knows its slot: its
     machine, and its own devices there. Calls of methods that the actor lacks go to the engine."""
@@ -264,10 +230,10 @@ class RolloutActor(EngineActor, ClientStreams, Keepers):
 
     def __init__(self, claim: Claim, num_threads: int, slot: Slot) -> None:
         EngineActor.__init__(self, claim, num_threads, slot)
-        Keepers.__init__(self)
         ClientStreams.__init__(self, self._open)
         self._admission = Admission(None)
         self._samples = SampleEngine(self._open, lambda: self._made.abort())
+        Keepers.__init__(self, self._samples, self.usage)
 
     def make(self, maker: str, *args: Any) -> None:
         """Make the engine; see `EngineActor.make`. The arguments begin with a model folder and a RolloutConfig."""
@@ -297,12 +263,6 @@ class RolloutActor(EngineActor, ClientStreams, Keepers):
     ) -> Iterator[list[GeneratedSample] | Recorded]:
         """Generate samples; see `cairn.engines.agents.episodes.samples`."""
         yield from self._samples.generate(samples, params, function)
-
-    def generate_kept(
-        self, samples: Sequence[WantedSample], params: SamplingParams, function: GenerateFunction, keeper: str
-    ) -> Iterator[list[SampleEnd]]:
-        """Generate samples for a keeper; see `cairn.engines.agents.episodes.samples`."""
-        yield from self._samples.generate(samples, params, function, self._keeper(keeper))
 
     def _open(self) -> Stream:
         return self._admission.open(self._made.open())

@@ -328,7 +328,7 @@ def _rollout_role(config: RunConfig, plan: LaunchPlan) -> ActorRole:
         config.rollout.num_threads,
         digest(config, ["model.path", "rollout", "fleet.num_cpus_per_engine", "fleet.call_timeout", *SHARING])[:16],
         "rollout.num_engines, rollout.num_gpus_per_engine, fleet.num_cpus_per_engine",
-        groups=((SUBMITTING, 1), (TAKING, config.rollout.num_episode_workers), (KEEPING, 2)),
+        groups=((SUBMITTING, 1), (TAKING, config.rollout.num_episode_workers), (KEEPING, 1)),
     )
 
 

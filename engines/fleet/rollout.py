@@ -1,11 +1,10 @@
 """The driver's handles on a rollout engine and on the router."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
-from typing import Any, Concatenate, Generic, Literal, Self, TypeVar, overload
-from uuid import uuid4
+from dataclasses import replace
+from typing import Any, Literal
 
 import ray
 
@@ -17,10 +16,11 @@ from cairn.engines.fleet.calls import Deadline, wait
 from cairn.engines.fleet.episodes import Episodes, EpisodeWorkerHandle
 from cairn.engines.fleet.fencing import Method, P, R
 from cairn.engines.fleet.handles import CONTROL, UPDATING, Actor, Call, EngineHandle, ModelHandle, log_of
+from cairn.engines.fleet.keepers import Gathered, Make, Messages
 from cairn.engines.rollout.base import RolloutEngine, Routed, Router
 from cairn.engines.rollout.plan import EnginePlan, Place, kind_of
 from cairn.engines.types.errors import EngineError, EngineTimeout
-from cairn.engines.types.keeping import Keeper, Kept, SampleEnd, WantedSample, close_after
+from cairn.engines.types.keeping import Finished
 from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest
 from cairn.engines.types.types import Completion, GenerateRequest, SamplingParams
 from cairn.engines.weights.layout import MemoryTag
@@ -30,9 +30,7 @@ REPORT_TIMEOUT = 15.0
 
 
 KEEPING = "keeping"
-"""Concurrency group of the calls of keepers, which read, encode and write samples while the engine generates others."""
-
-K = TypeVar("K", bound=Keeper)
+"""Concurrency group of the call that ends keepers while they keep the engine busy."""
 
 
 class RouterHandle(EngineHandle):
@@ -81,26 +79,6 @@ class RouterHandle(EngineHandle):
         making.result(Deadline(deadline.remaining + REPORT_TIMEOUT))
 
 
-class RemoteKeeper(Generic[K]):
-    """A keeper in the process of a rollout engine; see `cairn.engines.types.keeping.Kept`."""
-
-    def __init__(self, engine: "RolloutHandle", name: str) -> None:
-        self.name = name
-        self._engine = engine
-
-    def call(self, method: Callable[Concatenate[K, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return the result of a method of the keeper. Raises what the method raises, EngineDied and EngineTimeout, and
-        EngineError where the engine's process was replaced."""
-        result: R = self._engine.call_keeper(RolloutActor.call_keeper, self.name, method.__name__, *args, **kwargs)
-        return result
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        close_after(error, partial(self._engine.call_keeper, RolloutActor.close_keeper, self.name))
-
-
 ENGINE = "cairn.engines.rollout.plan:make_engine"
 """Function that makes the engine in its actor."""
 
@@ -138,6 +116,7 @@ class RolloutHandle(ModelHandle):
         """The engine's server as routers are configured with it: its `url` and more. None while the engine is being
         replaced."""
         self._route: tuple[str, Sequence[str]] | None = None
+        self._keepers = Gathered(self._keep)
         self._busy = threading.Lock()
         self._deadline = Deadline(0)
         """Deadline of the running generation."""
@@ -158,48 +137,33 @@ class RolloutHandle(ModelHandle):
         """Stream completions as they finish; see `generate_samples`."""
         return self._stream(RolloutEngine.generate, list(requests))
 
-    def keep(self, make: Callable[[], K]) -> "RemoteKeeper[K]":
-        """Make a keeper of samples in the engine's process. Raises what `make` raises."""
-        keeper = RemoteKeeper[K](self, f"{self.name}/{uuid4().hex[:12]}")
-        self.call_keeper(RolloutActor.keep, keeper.name, make)
-        return keeper
+    def keep(self, make: Make) -> Generator[Any, None, None]:
+        """Make a keeper of samples in the engine's process, which has the engine generate them. Yield its messages,
+        Finished last. Each keeper has `rollout.timeout` seconds from its first message. Keepers that wait for the
+        engine share a call; see cairn.engines.fleet.keepers.
 
-    def call_keeper(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return the result of a call that concerns a keeper, within `rollout.timeout` seconds."""
-        return self.call(KEEPING, method, *args, **kwargs).result(Deadline(self._config.timeout))
+        Raises what `make` and the keeper raise, EngineDied and EngineTimeout.
+        """
+        for message in self._keepers.keep(make):
+            yield replace(message, usage=self._counted(message.usage)) if isinstance(message, Finished) else message
 
-    @overload
+    def _keep(self, makes: Sequence[Make]) -> Iterator[Messages]:
+        begun = set[int]()
+        for messages in self._stream(RolloutActor.keep, makes):
+            if not begun.issuperset(place for place, _ in messages):
+                begun.update(place for place, _ in messages)
+                self._deadline.restart()
+            yield messages
+
     def generate_samples(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
-    ) -> Iterator[list[GeneratedSample] | Recorded]: ...
-
-    @overload
-    def generate_samples(
-        self,
-        samples: Sequence[WantedSample],
-        params: SamplingParams,
-        function: GenerateFunction,
-        keeper: Kept[Any],
-    ) -> Iterator[list[SampleEnd]]: ...
-
-    def generate_samples(
-        self,
-        samples: Sequence[Any],
-        params: SamplingParams,
-        function: GenerateFunction,
-        keeper: Kept[Any] | None = None,
-    ) -> Iterator[Any]:
+    ) -> Iterator[list[GeneratedSample] | Recorded]:
         """Stream samples as they end, and their records before that. The deadline is `rollout.timeout` seconds in all,
         or, where the run streams, after the last sign of work (`extend_deadline`). If the engine is silent, check
         whether it still lives. Closing the iterator ends the generation.
 
-        With a keeper that `keep` made, the samples go to it, and their ends are streamed.
-
         Raises what the engine raises.
         """
-        if keeper is not None:
-            assert isinstance(keeper, RemoteKeeper)
-            return self._stream(RolloutActor.generate_kept, list(samples), params, function, keeper.name)
         if self.episodes is None or not function.records:
             return self._stream(RolloutActor.generate_samples, list(samples), params, function)
         return self._in_workers(self.episodes, list(samples), params, function)
@@ -285,8 +249,11 @@ class RolloutHandle(ModelHandle):
     def usage(self) -> dict[str, int]:
         """Return how busy the engine was in the last `generate`, see cairn.engines.rollout.base, and its `restarts`
         under this driver."""
+        return self._counted(self.ask(RolloutActor.usage))
+
+    def _counted(self, usage: Mapping[str, int]) -> dict[str, int]:
         workers = {} if self.episodes is None else {"episode_worker_restarts": self.episodes.restarts}
-        return {**self.ask(RolloutActor.usage), "restarts": self.restarts, **workers}
+        return {**usage, "restarts": self.restarts, **workers}
 
     def follow(self, route: tuple[str, Sequence[str]] | None) -> None:
         """Send requests to this router, in front of these servers, from the next `generate` on; None: to the engine's
@@ -357,7 +324,7 @@ class RolloutHandle(ModelHandle):
         self.call(CONTROL, RolloutActor.abort)  # nothing reads the results of the last driver's requests
         self.call(CONTROL, RolloutActor.close_streams)
         with suppress(EngineError):  # what it took is durable then, and this driver finds it
-            self.call_keeper(RolloutActor.close_keepers)
+            self.call(KEEPING, RolloutActor.close_keepers).result(Deadline(self._config.timeout))
         if self._router is not None:
             self.call(CONTROL, Routed.follow, None)  # that driver's router may be gone
         return True

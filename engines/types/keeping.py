@@ -1,17 +1,13 @@
-"""Keepers of samples: objects in the process of an engine that take what it generates. So their users, in other
-processes, handle the ends of samples and no tokens."""
+"""Keepers of samples: objects in the process of an engine that have it generate samples, and take them. So their users,
+in other processes, handle the ends of samples and no tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
-from cairn.engines.types.trajectories import GeneratedSample, SampleKey, SampleRequest
-from cairn.engines.types.types import FinishReason
-
-P = ParamSpec("P")
-R = TypeVar("R")
-K = TypeVar("K", bound="Keeper")
-K_co = TypeVar("K_co", bound="Keeper", covariant=True)
+from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleKey, SampleRequest
+from cairn.engines.types.types import FinishReason, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -68,58 +64,58 @@ class SampleEnd:
         return cls(*wanted.key, FinishReason.ABORT, wanted.begun)
 
 
+class SampleSource(Protocol):
+    """The engine, as a keeper in its process knows it."""
+
+    def generate(
+        self, samples: Sequence[SampleRequest], params: SamplingParams, function: Any
+    ) -> Generator[list[GeneratedSample] | Recorded, None, None]:
+        """Generate samples: see `cairn.engines.agents.episodes.samples.SampleEngine`."""
+
+    def abort(self) -> None:
+        """End the running `generate` soon. Called from the thread that reads it."""
+
+
 class Keeper(Protocol):
-    """Keeper of samples, as the engine's process knows it."""
+    """Keeper of samples, as the engine's process knows it. One thread at a time calls it."""
 
-    def requests(self, wanted: Sequence[WantedSample]) -> list[SampleRequest]:
-        """Return the requests for samples."""
+    def generate(self, engine: SampleSource) -> Iterator[Any]:
+        """Have the engine generate samples, and keep them. Yield messages to the keeper's user, the first one before
+        anything is generated."""
 
-    def take(self, samples: Sequence[GeneratedSample]) -> list[SampleEnd]:
-        """Keep samples that ended. Return their ends."""
+    def finish(self) -> Any:
+        """Return what the user gets of the samples in the end. The engine may generate others meanwhile."""
 
     def close(self) -> None:
-        """Finish writing, and release what it holds."""
+        """Finish writing, and release what it holds. Called in any case, and last."""
+
+
+K = TypeVar("K", bound=Keeper)
 
 
 class KeeperRefused(Exception):
     """A keeper cannot work in the engine's process: its user must have it elsewhere."""
 
 
-class Kept(Protocol[K_co]):
-    """A keeper as its user knows it. A context manager: it closes the keeper."""
+@dataclass(frozen=True)
+class Finished:
+    """Last message of a keeper."""
 
-    def call(self, method: Callable[Concatenate[K_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return the result of a method of the keeper. Raises what the method raises, and EngineError where the keeper
-        is lost."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None: ...
+    result: Any
+    """What its `finish` returned."""
+    usage: Mapping[str, int]
+    """Usage counters of the engine, after it has generated; see cairn.engines.rollout.base."""
 
 
-class KeptHere(Generic[K]):
-    """A keeper in its user's own process."""
-
-    def __init__(self, keeper: K) -> None:
-        self.keeper = keeper
-
-    def call(self, method: Callable[Concatenate[K, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """See `Kept`."""
-        return method(self.keeper, *args, **kwargs)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        close_after(error, self.keeper.close)
-
-
-def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
-    """Close something at the end of a block. If the block raised an error, a second one becomes a note on it."""
-    if error is None:
-        close()
-        return
+@contextmanager
+def closed_in_the_end(keeper: K) -> Iterator[K]:
+    """Close a keeper after the block. If the block raised an error, a second one becomes a note on it."""
     try:
-        close()
-    except Exception as second:  # the caller must see the error that ended the work
-        error.add_note(f"{type(second).__name__} meanwhile: {second}")
+        yield keeper
+    except BaseException as error:
+        try:
+            keeper.close()
+        except Exception as second:  # the caller must see the error that ended the work
+            error.add_note(f"{type(second).__name__} meanwhile: {second}")
+        raise
+    keeper.close()

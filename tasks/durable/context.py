@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,8 +12,6 @@ import pyarrow as pa
 from pydantic import JsonValue
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.types.keeping import WantedSample
-from cairn.engines.types.trajectories import SampleRequest
 from cairn.storage.ledger.commits import Commit, Step, parse_commit_name
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.schemas import Disposition
@@ -97,9 +95,6 @@ def round_results(run: "RunContext", selection: Commit) -> tuple[GroupResult, ..
 # The lengths are in the driver's memory, from the rollouts that it made itself. Nothing is read for them.
 
 
-Wanted = TypeVar("Wanted", SampleRequest, WantedSample)
-
-
 class ResponseLengths:
     """Mean response length of each prompt in tokens, over its samples in the newest epoch. Thread-safe."""
 
@@ -122,14 +117,13 @@ class ResponseLengths:
                 if row["epoch"] >= self._epochs[prompt]:
                     self._epochs[prompt], self._means[prompt] = row["epoch"], row["tokens_mean"]
 
-    def longest_first(self, samples: Iterable[Wanted], prompts: Mapping[int, int]) -> list[Wanted]:
-        """Return the samples in the order in which they must begin; the samples of a prompt stay together. `prompts`
-        maps the id of a group to its row in the data."""
+    def means(self, prompts: Mapping[int, int]) -> dict[int, float]:
+        """Return the means of groups whose prompts have one. `prompts` maps the id of a group to its row in the
+        data."""
         with self._lock:
             rows = len(self._epochs)
             seen = ((id, row) for id, row in prompts.items() if row < rows and self._epochs[row] >= 0)
-            known = {id: float(self._means[row]) for id, row in seen}
-        return sorted(samples, key=lambda sample: -known.get(sample.group_id, float("inf")))
+            return {id: float(self._means[row]) for id, row in seen}
 
 
 # Committed train steps that a driver replays to restore the trainer, until a commit records them.

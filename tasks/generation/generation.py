@@ -24,17 +24,18 @@ Every token must come from the weights that the step wants: an engine that serve
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, overload
 
 from cairn.engines.agents.episodes.context import EpisodeOptions
 from cairn.engines.agents.episodes.user_code import SINGLE_TURN, GenerateFunction
-from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed
+from cairn.engines.types.errors import EngineDied, EngineTimeout, GenerationFailed
 from cairn.engines.types.keeping import SampleEnd, WantedSample
-from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest
-from cairn.engines.types.types import FinishReason, SamplingParams
+from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleKey, SampleRequest
+from cairn.engines.types.types import SamplingParams
 from cairn.storage.ledger.commits import Commit
 from cairn.tasks.durable.casualties import Place
 from cairn.tasks.durable.context import RunContext
@@ -43,6 +44,7 @@ from cairn.tasks.durable.step import StepCall
 from cairn.tasks.durable.versions import version_of
 from cairn.tasks.generation.checks import require_versions, usable
 from cairn.tasks.generation.episodes import LoggedCalls
+from cairn.tasks.generation.rounds import Request, Unfinished, until_enough
 from cairn.tasks.trainer.sync import serve
 
 Messages = Iterator[list[GeneratedSample] | Recorded] | Iterator[list[SampleEnd] | Recorded]
@@ -75,59 +77,14 @@ ALONE = 2
 this is one driver's last try."""
 
 
-Request = SampleRequest | WantedSample
-Result = GeneratedSample | SampleEnd
-
-
-def _failed(request: Request, error: str) -> Result:
+def _failed(request: Request, error: str) -> GeneratedSample | SampleEnd:
     if isinstance(request, SampleRequest):
         return GeneratedSample.failed(request, error)
     return SampleEnd.failed(request, error)
 
 
-def _aborted(request: Request) -> Result:
+def _aborted(request: Request) -> GeneratedSample | SampleEnd:
     return GeneratedSample.aborted(request) if isinstance(request, SampleRequest) else SampleEnd.aborted(request)
-
-
-class _Unfinished:
-    """Samples that an engine has not returned yet, by group, and the number of groups still needed."""
-
-    def __init__(self, needed: int | None) -> None:
-        """Create the tally. `needed`: number of groups; None for all of them."""
-        self._needed = needed
-        self._left: dict[int, set[int]] = defaultdict(set)
-        self._spoilt: set[int] = set()
-
-    def add(self, samples: Sequence[Request]) -> None:
-        """Add requested samples."""
-        for sample in samples:
-            self._left[sample.group_id].add(sample.index)
-
-    def take(self, sample: Result) -> None:
-        """Remove a sample that the engine returned. A group that is finished and did not fail reduces the number
-        needed."""
-        left = self._left[sample.group_id]
-        left.remove(sample.index)
-        if sample.error is not None or sample.finish_reason == FinishReason.ABORT:
-            self._spoilt.add(sample.group_id)
-        if not left:
-            del self._left[sample.group_id]
-            if self._needed is not None and sample.group_id not in self._spoilt:
-                self._needed -= 1
-
-    def give_up(self, group_id: int) -> None:
-        """Stop waiting for the samples of a group."""
-        self._left.pop(group_id, None)
-
-    @property
-    def is_enough(self) -> bool:
-        """Whether no more groups are needed."""
-        return self._needed is not None and self._needed <= 0
-
-    @property
-    def groups(self) -> dict[int, set[int]]:
-        """Indices of the samples that were not returned yet, by group."""
-        return {group_id: left for group_id, left in self._left.items() if left}
 
 
 @overload
@@ -191,26 +148,51 @@ def generate_samples(
             generation.
         joined: returns the samples that were added to the engine since the last call.
     """
-    failures, casualties = step.run.failed_generations, step.run.casualties
+    casualties = step.run.casualties
     groups: dict[int, list[Request]] = defaultdict(list)
     for sample in samples:
         groups[sample.group_id].append(sample)
     for id in list(groups):
         if (error := casualties.blamed(step.name, id)) is not None:
             yield [_failed(sample, error) for sample in groups.pop(id)]
-    suspects = [id for id in groups if failures[step.name, id] >= TOGETHER]
+    suspects = [id for id in groups if is_suspect(step, id)]
     others = [sample for id, group in groups.items() if id not in suspects for sample in group]
     generation = _Generation(
         *(step, engine, ask or engine.generate_samples, params, calls, interrupted),
-        *(newest or (lambda: weights), joined, _Unfinished(enough)),
+        *(newest or (lambda: weights), joined, Unfinished(enough)),
     )
-    try:
+    with explaining_losses(step, rows):
         yield from generation.together(weights, others[:: -1 if casualties.times(step.name) % 2 else 1])
         for id in suspects:
             yield from generation.alone(groups[id])
+
+
+def is_suspect(step: StepCall, group_id: int) -> bool:
+    """Return whether a group is generated alone."""
+    return step.run.failed_generations[step.name, group_id] >= TOGETHER
+
+
+@contextmanager
+def explaining_losses(step: StepCall, rows: Mapping[int, int]) -> Iterator[None]:
+    """Name the prompts that may have ended the engine in the error of its loss. `rows`: see `generate_samples`."""
+    try:
+        yield
     except (EngineDied, EngineTimeout) as error:
         place = Place(step.run.ledger.run, step.iteration, step.attempt.step, step.run.config.rollout.engine)
-        raise type(error)(casualties.explain(step.name, error, rows, place)) from error
+        raise type(error)(step.run.casualties.explain(step.name, error, rows, place)) from error
+
+
+@contextmanager
+def recording_failures(step: StepCall, unfinished: Callable[[], Collection[int]]) -> Iterator[None]:
+    """Record a failure of the engine with the groups that are unfinished then."""
+    try:
+        yield
+    except GenerationFailed:
+        step.run.failed_generations.update((step.name, id) for id in unfinished())
+        raise
+    except (EngineDied, EngineTimeout) as error:
+        step.run.casualties.add(step.name, unfinished(), hung=isinstance(error, EngineTimeout))
+        raise
 
 
 @dataclass(frozen=True)
@@ -225,54 +207,46 @@ class _Generation:
     interrupted: Callable[[], bool]
     newest: Callable[[], Commit | None]
     joined: Callable[[], Sequence[SampleRequest]]
-    unfinished: _Unfinished
+    unfinished: Unfinished
 
-    def together(self, weights: Commit | None, samples: Sequence[Request]) -> Iterator[list[Result]]:
+    def together(self, weights: Commit | None, samples: Sequence[Request]) -> Iterator[list[Any]]:
         """Generate samples in one call of the engine."""
-        step, engine, unfinished = self.step, self.engine, self.unfinished
-        if not samples or unfinished.is_enough or self.interrupted():
+        if not samples or self.unfinished.is_enough or self.interrupted():
             yield list(map(_aborted, samples))
             return
-        requests_by_key = {sample.key: sample for sample in samples}
-        unfinished.add(samples)
-        aborted = False
+        self.unfinished.add(samples)
+        with recording_failures(self.step, lambda: self.unfinished.groups):
+            stream = self._checked(weights, {sample.key: sample for sample in samples})
+            yield from until_enough(self.engine.name, stream, self.unfinished, self.engine.abort, self.interrupted)
+
+    def _checked(self, weights: Commit | None, requests: dict[SampleKey, Request]) -> Iterator[list[Any]]:
+        """Have samples generated; yield those that may be kept, or their ends where a keeper has checked them."""
+        run, engine = self.step.run, self.engine
 
         def take_joined() -> None:
             others = self.joined()
-            unfinished.add(others)
-            requests_by_key.update({sample.key: sample for sample in others})
+            self.unfinished.add(others)
+            requests.update({sample.key: sample for sample in others})
 
-        try:
-            for message in self.ask(samples, self.params, generate_function(step.run)):
-                if isinstance(message, Recorded):
-                    self.calls.take(message, engine.acknowledge)
-                    continue
-                self.calls.require_intact()
-                take_joined()
-                versions = version_of(weights), version_of(self.newest())
-                generated = [self._checked(requests_by_key[sample.key], sample, versions) for sample in message]
-                may_abort = aborted or self.interrupted()
-                for sample in generated:
-                    if not may_abort:
-                        self._require_cut(requests_by_key[sample.key], sample)
-                    unfinished.take(sample)
-                yield generated
-                if unfinished.is_enough and unfinished.groups and not aborted:
-                    aborted = True
-                    engine.abort()
+        for message in self.ask(list(requests.values()), self.params, generate_function(run)):
+            if isinstance(message, Recorded):
+                self.calls.take(message, engine.acknowledge)
+                continue
+            self.calls.require_intact()
             take_joined()
-            generate_function(step.run)  # read before and after: so it is what was run
-            if unfinished.groups:
-                lost = ", ".join(f"{sorted(indices)} of group {id}" for id, indices in unfinished.groups.items())
-                raise EngineError(f"{engine.name} returned fewer samples than requested: {lost} are missing")
-        except GenerationFailed:
-            step.run.failed_generations.update((step.name, id) for id in unfinished.groups)
-            raise
-        except (EngineDied, EngineTimeout) as error:
-            step.run.casualties.add(step.name, unfinished.groups, hung=isinstance(error, EngineTimeout))
-            raise
+            versions = version_of(weights), version_of(self.newest())
+            checked: list[Any] = []
+            for sample in message:
+                request = requests[sample.key]
+                if isinstance(request, SampleRequest) and isinstance(sample, GeneratedSample):
+                    sample = usable(run.config.model.path, request, sample)
+                    require_versions(engine.name, request, sample, versions)
+                checked.append(sample)
+            yield checked
+        take_joined()
+        generate_function(run)  # read before and after: so it is what was run
 
-    def alone(self, group: Sequence[Request]) -> Iterator[list[Result]]:
+    def alone(self, group: Sequence[Request]) -> Iterator[list[Any]]:
         """Generate the samples of a suspect."""
         run, group_id = self.step.run, group[0].group_id
         with run.suspects_lock:  # one suspect at a time, so that each answers for its own failures
@@ -287,19 +261,6 @@ class _Generation:
                 self.unfinished.give_up(group_id)
                 serve(run, self.engine, self.newest())
         yield from generated
-
-    def _checked(self, request: Request, sample: Result, versions: tuple[int, int]) -> Result:
-        """Return a sample that may be kept; a keeper has checked what it took."""
-        if isinstance(request, WantedSample) or isinstance(sample, SampleEnd):
-            return sample
-        sample = usable(self.step.run.config.model.path, request, sample)
-        require_versions(self.engine.name, request, sample, versions)
-        return sample
-
-    def _require_cut(self, request: Request, sample: Result) -> None:
-        """Raise EngineError for a sample that was aborted although it was not cut."""
-        if sample.finish_reason == FinishReason.ABORT and sample.tokens != request.cut_at:
-            raise EngineError(f"{self.engine.name} aborted a sample of group {sample.group_id} without a request")
 
 
 def generate_function(run: RunContext) -> GenerateFunction:

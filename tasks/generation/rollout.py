@@ -3,24 +3,23 @@
 With `rollout.partial_rollout` a shard ends when its share of the needed groups is generated. The others are committed
 as far as they came, their samples with status ABORTED, and a later shard continues them. Which samples had finished by
 then depends on timing. So such a commit does not claim that its groups are reproducible, unless they are cut by tokens
-(`in_rounds`).
+(`cairn.tasks.generation.rounds`).
 """
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from functools import partial
-from itertools import chain, count
 from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.agents.episodes.user_code import GenerateFunction
-from cairn.engines.types.keeping import KeeperRefused, Kept, KeptHere, SampleEnd, WantedSample
+from cairn.engines.types.keeping import Finished, KeeperRefused, SampleEnd, WantedSample, closed_in_the_end
 from cairn.engines.types.trajectories import Recorded
-from cairn.engines.types.types import FinishReason, SamplingParams
+from cairn.engines.types.types import SamplingParams
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.tasks.data.prompts import PromptRow
 from cairn.tasks.data.stream import Draw
@@ -30,60 +29,20 @@ from cairn.tasks.durable.selection import GroupPlace, unfinished_groups
 from cairn.tasks.durable.step import Outcome, StepCall, durable
 from cairn.tasks.durable.versions import version_of
 from cairn.tasks.generation.episodes import Calls
-from cairn.tasks.generation.generation import Ask, generate_function, generate_samples
+from cairn.tasks.generation.generation import (
+    explaining_losses,
+    generate_function,
+    generate_samples,
+    is_suspect,
+    recording_failures,
+)
 from cairn.tasks.generation.groups import Group, RowFormat, fresh_group
 from cairn.tasks.generation.progress import ShardProgress
-from cairn.tasks.generation.shard import SIGNING_KEY, Shard, ShardPlan, digest_of_tokenizer, open_shard
+from cairn.tasks.generation.shard import SIGNING_KEY, Left, Shard, ShardPlan, digest_of_tokenizer, open_shard
 from cairn.tasks.trainer.sync import serve
 
 if TYPE_CHECKING:
     from cairn.engines.fleet.rollout import RolloutHandle
-
-# Partial rollout in rounds of tokens: the cut depends neither on time nor on a total of tokens.
-
-
-Generate = Callable[[Sequence[WantedSample]], Iterator[list[SampleEnd]]]
-"""Function that yields the end of each sample once; cut samples end as aborted."""
-
-
-def in_rounds(
-    generate: Generate, samples: Sequence[WantedSample], *, cut_tokens: int, enough: int, ended: Mapping[int, int]
-) -> Iterator[list[SampleEnd]]:
-    """Generate samples in rounds until `enough` groups have ended. Yield the end of each sample, and those of the open
-    ones last.
-
-        a round      every open sample gets at most `rollout.cut_tokens` more response tokens, after its whole prefix
-        after it     the groups whose samples have all ended are counted, except those with a failed sample
-        enough       open samples stay as they are: parts that a later shard continues
-        else         the next round
-
-    The number of tokens of a sample determines the round in which it ended. So an attempt that finds samples which an
-    earlier one logged counts them after the rounds in which they ended there, generates the others in their original
-    rounds, and stops after the same round.
-
-    Args:
-        ended: for groups with samples that ended before, the round in which the last of these ended. Groups with a
-            failed sample are neither in it nor in `samples`. Groups with a sample that fails here are given up.
-    """
-    left = {sample.key: sample for sample in samples}
-    last = dict(ended)
-    for done in count():
-        open_groups = {group_id for group_id, _ in left}
-        if sum(ended_in <= done and id not in open_groups for id, ended_in in last.items()) >= enough or not left:
-            break
-        failed = set[int]()
-        for ends in generate([replace(one, cut_at=one.begun + (done + 1) * cut_tokens) for one in left.values()]):
-            for end in ends:
-                if end.finish_reason != FinishReason.ABORT:
-                    del left[end.key]
-                    last[end.group_id] = max(done + 1, last.get(end.group_id, 0))
-                if end.error is not None:
-                    failed.add(end.group_id)
-            yield [end for end in ends if end.finish_reason != FinishReason.ABORT]
-        left = {key: one for key, one in left.items() if key[0] not in failed}
-        last = {id: ended_in for id, ended_in in last.items() if id not in failed}
-    yield list(map(SampleEnd.aborted, left.values()))
-
 
 READS = (
     "seed",
@@ -150,50 +109,24 @@ def rollout(
     by_place = {(commit.iteration, commit.shard): commit for commit in continued}
     engine = run.fleet.rollout[part % len(run.fleet.rollout)]
     serve(run, engine, weights, beside=run.fleet.rollout[:parts])
-    plan = _plan(
-        step,
-        engine.name,
-        version_of(weights),
-        [fresh_group(run, step.iteration, row) for row in shard_rows(draw, part, parts, resumed=resumed)],
-        [(by_place[iteration, shard], group_id) for iteration, shard, group_id in places],
-    )
-    with (
-        _keep(step, engine, plan) as shard,  # recovers samples before calls are read
-        Calls(step, records=generate_function(run).records) as calls,
-    ):
-        left = shard.call(Shard.left)
-        usable = sum(not requests for requests in left.missing.values())
+    fresh = [fresh_group(run, step.iteration, row) for row in shard_rows(draw, part, parts, resumed=resumed)]
+    groups = [(by_place[iteration, shard], group_id) for iteration, shard, group_id in places]
+    share = None if needed is None else _size(needed, part, parts)
+    plan = _plan(step, engine.name, version_of(weights), fresh, groups, share)
+    with closing(generate_shard(step, engine, weights, plan)) as messages:
+        left = next(messages)
+        assert isinstance(left, Left)
         progress = ShardProgress(step, {id: len(wanted) for id, wanted in left.missing.items()})
-        began = time.perf_counter()
-        params = sampling_params(run.config, with_support=run.records_support)
-        ask = _asking(engine, shard, calls)
-
-        def generate(wanted: Sequence[WantedSample], enough: int | None = None) -> Iterator[list[SampleEnd]]:
-            return generate_samples(
-                step, engine, weights, wanted, params, rows=left.prompts, calls=calls, ask=ask, enough=enough
-            )
-
-        wanted = list(chain.from_iterable(left.missing.values()))
-        if needed is None or cut_tokens is not None:  # else they are aborted when the shortest have finished
-            wanted = run.response_lengths.longest_first(wanted, left.prompts)
-        share = None if needed is None else _size(needed, part, parts)
-        if share is None or cut_tokens is None:
-            stream = generate(wanted, None if share is None else share - usable)
-        else:
-            stream = in_rounds(generate, wanted, cut_tokens=cut_tokens, enough=share, ended=left.ended)
-        for ends in stream:
-            if failed := {end.key: end.error for end in ends if end.error is not None and not end.kept}:
-                shard.call(Shard.fail, failed)
-            progress.take(ends)
-        seconds = time.perf_counter() - began
-        made = None
-        if isinstance(shard, KeptHere):
-            made = calls.table([record for group in shard.keeper.groups.values() for record in group.recorded])
-        kept = shard.call(Shard.finish, made)
+        began = ended = time.perf_counter()
+        for message in messages:
+            if isinstance(message, Finished):
+                kept, usage = message.result, message.usage
+            elif isinstance(message, list):
+                progress.take(message)
+                ended = time.perf_counter()
     ran = time.perf_counter() - entered - kept.seconds
     step.attempt.superseded[:] = kept.superseded
     run.response_lengths.add(kept.lengths)
-    recovered_groups = len(left.failed) + usable
     return Outcome(
         files=kept.files,
         values={
@@ -201,14 +134,14 @@ def rollout(
             "batch_invariant": engine.batch_invariant and (needed is None or cut_tokens is not None),
         },
         metrics={
-            "generated_groups": len(left.prompts) - recovered_groups - kept.metrics["aborted_groups"],
-            "recovered_groups": recovered_groups,
+            "generated_groups": len(left.prompts) - left.recovered - kept.metrics["aborted_groups"],
+            "recovered_groups": left.recovered,
             "continued_groups": len(places),
             "passed_over_prompts": draw.passed_over if part == 0 else 0,
             **kept.metrics,
-            **{f"{engine.name.replace(':', '_')}/{name}": value for name, value in engine.usage().items()},
+            **{f"{engine.name.replace(':', '_')}/{name}": value for name, value in usage.items()},
         },
-        timings={"run": ran, "generate": seconds, "write": kept.seconds},
+        timings={"run": ran, "generate": ended - began, "write": kept.seconds},
         weight_version_in=plan.version,
         weight_version_out=plan.version,
         environment=run.fleet.generating_environment(engine),
@@ -221,8 +154,15 @@ def _plan(
     version: int,
     fresh: Sequence[Group],
     continued: Sequence[tuple[Commit, int]],
+    share: int | None,
 ) -> ShardPlan:
     run, attempt = step.run, step.attempt
+    cut_tokens = run.config.rollout.cut_tokens
+    lengths = None
+    if share is None or cut_tokens is not None:  # else samples are aborted when the shortest have finished
+        lengths = run.response_lengths.means({group.prompt.group_id: group.prompt.index for group in fresh})
+    ids = [*(id for _, id in continued), *(group.prompt.group_id for group in fresh)]
+    errors = {id: run.casualties.blamed(step.name, id) for id in ids}
     return ShardPlan(
         run=attempt.run,
         iteration=attempt.iteration,
@@ -236,39 +176,77 @@ def _plan(
         engine=engine,
         version=version,
         format=RowFormat.of(run),
-        function=run.config.rollout.custom_generate_function_path,
-        cut_tokens=run.config.rollout.cut_tokens,
+        function=generate_function(run),
+        params=sampling_params(run.config, with_support=run.records_support),
+        cut_tokens=cut_tokens,
+        share=share,
+        lengths=lengths,
+        backwards=run.casualties.times(step.name) % 2 == 1,
+        blamed={id: error for id, error in errors.items() if error is not None},
         fresh=fresh,
         continued=continued,
     )
 
 
-def _keep(step: StepCall, engine: "RolloutHandle", plan: ShardPlan) -> Kept[Shard]:
-    """Return the keeper of a shard: in the engine's process, or in this one; see `cairn.tasks.generation.shard`."""
+Messages = Generator[Left | list[SampleEnd] | Finished, None, None]
+"""What is left to generate of a shard, then the ends of its samples, then its files."""
+
+
+def generate_shard(step: StepCall, engine: "RolloutHandle", weights: Commit | None, plan: ShardPlan) -> Messages:
+    """Generate a shard in the engine's process, or else in this one; see `cairn.tasks.generation.shard`."""
     run, store = step.run, step.attempt.store
-    if store is run.ledger.store and not generate_function(run).records:
+    ids = [*(id for _, id in plan.continued), *(group.prompt.group_id for group in plan.fresh)]
+    if store is run.ledger.store and not plan.function.records and not any(is_suspect(step, id) for id in ids):
         try:
-            return engine.keep(partial(open_shard, plan, store.url, signs=SIGNING_KEY in os.environ))
+            yield from _beside(step, engine, partial(open_shard, plan, store.url, signs=SIGNING_KEY in os.environ))
+            return
         except KeeperRefused as refused:
             if run.notice(f"{engine.name} keeps no samples"):
                 message = f"{engine.name} cannot store its samples itself, so they go through the driver: {refused}"
                 run.emit(Message(message, "warning"))
-    return KeptHere(Shard(plan, step.attempt, run, run.tokenizer))
+    yield from _here(step, engine, weights, plan)
 
 
-def _asking(engine: "RolloutHandle", shard: Kept[Shard], calls: Calls) -> Ask:
-    """Return the function that has the engine generate samples for the keeper of a shard."""
-    if not isinstance(shard, KeptHere):
-        return lambda wanted, params, function: engine.generate_samples(wanted, params, function, shard)
+def _beside(step: StepCall, engine: "RolloutHandle", make: Callable[[], Shard]) -> Messages:
+    """Generate a shard in the engine's process. An engine that is lost before the shard's turn counts against none of
+    its groups."""
+    rows = dict[int, int]()
+    with explaining_losses(step, rows), closing(engine.keep(make)) as messages:
+        left = next(messages)
+        rows.update(left.prompts)
+        unfinished = {one.key for wanted in left.missing.values() for one in wanted}
+        yield left
+        with recording_failures(step, lambda: {id for id, _ in unfinished}):
+            for message in messages:
+                if not isinstance(message, Finished):
+                    unfinished.difference_update(end.key for end in message)
+                yield message
 
-    def ask(
-        wanted: Sequence[WantedSample], params: SamplingParams, function: GenerateFunction
-    ) -> Iterator[list[SampleEnd] | Recorded]:
-        requests = calls.with_logged_calls(shard.keeper.requests(wanted))
-        for message in engine.generate_samples(requests, params, function):
-            yield message if isinstance(message, Recorded) else shard.keeper.take(message, calls.after)
 
-    return ask
+def _here(step: StepCall, engine: "RolloutHandle", weights: Commit | None, plan: ShardPlan) -> Messages:
+    """Generate a shard in the driver."""
+    with (
+        closed_in_the_end(Shard(plan, step.attempt, step.run, step.run.tokenizer)) as shard,  # reads samples before
+        Calls(step, records=plan.function.records) as calls,  # reads calls
+    ):
+        left = shard.left()
+        yield left
+
+        def ask(
+            wanted: Sequence[WantedSample], params: SamplingParams, function: GenerateFunction
+        ) -> Iterator[list[SampleEnd] | Recorded]:
+            requests = calls.with_logged_calls(shard.requests(wanted))
+            for message in engine.generate_samples(requests, params, function):
+                yield message if isinstance(message, Recorded) else shard.take(message, calls.after)
+
+        def generate(wanted: Sequence[WantedSample], enough: int | None) -> Iterator[list[SampleEnd]]:
+            return generate_samples(
+                step, engine, weights, wanted, plan.params, rows=left.prompts, calls=calls, ask=ask, enough=enough
+            )
+
+        yield from shard.ends(generate)
+        files = shard.finish(calls.table([one for group in shard.groups.values() for one in group.recorded]))
+    yield Finished(files, engine.usage())
 
 
 def resumed_groups(

@@ -1,12 +1,14 @@
 """The samples of one rollout shard: kept in the process that generates them, from the first token to the files of the
 commit.
 
-| where samples are generated | where their shard is |
+| how samples are generated | where their shard is |
 |---|---|
 | by a built-in function, which records no calls | in the engine's process, where that reaches the store |
 | by code whose calls are recorded; in a replay, which writes to a folder of this machine | in the driver |
+| a group is a suspect (`cairn.tasks.generation.generation`), and is generated alone | in the driver |
 
-The driver gets the ends of samples, and then the descriptions of files that it commits. A process that works for a
+The driver sends an engine's process the plan of the shard, and gets what is left to generate, the ends of samples, and
+the descriptions of files that it commits: one call for all of it, or for several shards. A process that works for a
 driver that was replaced writes into that driver's attempt alone.
 """
 
@@ -14,19 +16,21 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import accumulate, repeat
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.models.tokenizers import load_tokenizer, tokenizer_digest
 from cairn.engines.types.errors import BadModel
-from cairn.engines.types.keeping import KeeperRefused, SampleEnd, WantedSample
+from cairn.engines.types.keeping import KeeperRefused, SampleEnd, SampleSource, WantedSample
 from cairn.engines.types.trajectories import GeneratedSample, SampleKey, SampleRequest
-from cairn.engines.types.types import FinishReason
+from cairn.engines.types.types import FinishReason, SamplingParams
 from cairn.storage.ledger.commits import Commit, OutputFile
 from cairn.storage.ledger.layout import CALLS_FILE, IMAGES_FILE, run_manifest
 from cairn.storage.ledger.schemas import RETOKENIZED, TRAJECTORIES, TRAJECTORY_PROMPTS, Status
@@ -50,6 +54,7 @@ from cairn.tasks.generation.groups import (
     without_unused,
 )
 from cairn.tasks.generation.progress import episode_metrics, failure_metrics
+from cairn.tasks.generation.rounds import Unfinished, in_rounds, longest_first, until_enough
 
 
 @dataclass(frozen=True)
@@ -73,10 +78,20 @@ class ShardPlan:
     version: int
     """Version of its weights."""
     format: RowFormat
-    function: str
-    """`rollout.custom_generate_function_path`."""
+    function: GenerateFunction
+    params: SamplingParams
     cut_tokens: int | None
     """`rollout.cut_tokens`."""
+    share: int | None
+    """Groups without a failure that are needed; None for all of them. The others are aborted, or cut in rounds of
+    tokens."""
+    lengths: Mapping[int, float] | None
+    """Mean response lengths of the prompts of groups, where they are known: the longest begin first. None where the
+    order is that of the groups."""
+    backwards: bool
+    """Whether the order is reversed, as after the loss of an engine."""
+    blamed: Mapping[int, str]
+    """Groups that fail without being generated, each with its error."""
     fresh: Sequence[Group]
     continued: Sequence[tuple[Commit, int]]
     """Unfinished groups by their ids, each with the rollout that left it so."""
@@ -94,6 +109,16 @@ class Left:
     """These groups."""
     ended: Mapping[int, int]
     """Where samples are cut by tokens: by group, the round in which the last of its ended samples ended."""
+
+    @property
+    def usable(self) -> int:
+        """Number of groups that are complete without a failure."""
+        return sum(not samples for samples in self.missing.values())
+
+    @property
+    def recovered(self) -> int:
+        """Number of groups that earlier attempts have ended."""
+        return len(self.failed) + self.usable
 
 
 @dataclass(frozen=True)
@@ -150,6 +175,50 @@ class Shard:
             {id: rounds for id, rounds in ended.items() if id not in self._errors},
         )
 
+    def generate(self, engine: SampleSource) -> Iterator[Left | list[SampleEnd]]:
+        """Have an engine in this process generate the samples of a built-in function. Yield what is left to generate,
+        and then the end of each sample."""
+        yield self.left()
+        yield from self.ends(partial(self._generate, engine))
+
+    def ends(
+        self, generate: Callable[[Sequence[WantedSample], int | None], Iterator[list[SampleEnd]]]
+    ) -> Iterator[list[SampleEnd]]:
+        """Yield the end of each sample that has not ended before. Those that are aborted come last.
+
+        `generate`: generates samples until so many groups have ended, and then aborts the others; until all have ended
+        where this is None.
+        """
+        plan, left = self._plan, self.left()
+        wanted = list(chain.from_iterable(left.missing.values()))
+        if plan.lengths is not None:
+            wanted = longest_first(wanted, plan.lengths)
+        if plan.share is None or plan.cut_tokens is None:
+            stream = generate(wanted, None if plan.share is None else plan.share - left.usable)
+        else:
+            whole = lambda some: generate(some, None)  # noqa: E731
+            stream = in_rounds(whole, wanted, cut_tokens=plan.cut_tokens, enough=plan.share, ended=left.ended)
+        for ends in stream:
+            self._fail({end.key: end.error for end in ends if end.error is not None and not end.kept})
+            yield ends
+
+    def _generate(
+        self, engine: SampleSource, wanted: Sequence[WantedSample], enough: int | None
+    ) -> Iterator[list[SampleEnd]]:
+        plan, unfinished = self._plan, Unfinished(enough)
+        if failed := [
+            SampleEnd.failed(one, plan.blamed[one.group_id]) for one in wanted if one.group_id in plan.blamed
+        ]:
+            yield failed
+        others = [one for one in wanted if one.group_id not in plan.blamed][:: -1 if plan.backwards else 1]
+        if not others or unfinished.is_enough:
+            yield list(map(SampleEnd.aborted, others))
+            return
+        unfinished.add(others)
+        with closing(engine.generate(self.requests(others), plan.params, plan.function)) as samples:
+            ends = (self.take(ended) for ended in samples if isinstance(ended, list))  # no calls are recorded
+            yield from until_enough(plan.engine, ends, unfinished, engine.abort)
+
     def requests(self, wanted: Sequence[WantedSample]) -> list[SampleRequest]:
         """Return the requests for samples that have not ended."""
         requests = [replace(self._missing[one.key], cut_at=one.cut_at) for one in wanted]
@@ -183,11 +252,12 @@ class Shard:
             del self._missing[sample.key]
         return ends
 
-    def fail(self, errors: Mapping[SampleKey, str]) -> None:
+    def _fail(self, errors: Mapping[SampleKey, str]) -> None:
         """Keep samples that failed and were not generated, with the error of each. Those that ended before their engine
         failed stay as they are; their group fails with the others."""
         requests = [self._missing.pop(key) for key in errors if key in self._missing]
-        self._log.append(*(GeneratedSample.failed(request, errors[request.key]) for request in requests))
+        if requests:
+            self._log.append(*(GeneratedSample.failed(request, errors[request.key]) for request in requests))
 
     def finish(self, calls: pa.Table | None = None) -> ShardFiles:
         """Write the files of the commit. Samples that have not ended are aborted.
@@ -215,7 +285,7 @@ class Shard:
                 "prompt_tokens": _input_tokens(samples, groups, plan.cut_tokens),
                 "cached_tokens": pc.sum(samples.column("cached_tokens")).as_py() or 0,
                 "response_tokens": token_count(samples, "response_ids") - carried_tokens,
-                **retold_metrics(plan.function, samples),
+                **retold_metrics(plan.function.name, samples),
                 **episode_metrics(samples, files.get(CALLS_FILE)),
                 **failure_metrics(ended),
             },

@@ -26,6 +26,7 @@ from cairn.tasks.durable.step import StepCall
 from cairn.tasks.durable.versions import version_of
 from cairn.tasks.generation.generation import generate_samples
 from cairn.tasks.generation.rollout import sampling_params
+from cairn.tasks.generation.rounds import longest_first
 from cairn.tasks.streaming.state import StreamState
 from cairn.tasks.trainer.sync import serve, update
 
@@ -114,7 +115,7 @@ class EngineWork:
                     return
                 samples, weights = state.samples_of(self._number), state.weights
                 rows = {sample.group_id: state.open[sample.group_id].group.prompt.index for sample in samples}
-                samples = run.response_lengths.longest_first(samples, rows)
+                samples = longest_first(samples, run.response_lengths.means(rows))
                 self._interrupted.clear()
                 self._begin(samples)
                 self._serves, self._added, self._lost = weights, [], False

@@ -19,7 +19,6 @@ import cairn.tasks.generation.rollout
 import cairn.tasks.streaming.engine_work
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.rollout import RolloutHandle
-from cairn.engines.types.keeping import WantedSample
 from cairn.engines.types.trajectories import CallKind, SampleRequest
 from cairn.flows.cli.app import describe, exit_code
 from cairn.flows.driver.preemption import Preempted
@@ -35,6 +34,7 @@ from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.opening import open_for_runs
 from cairn.tasks.durable.events import Message
 from cairn.tasks.durable.step import StepCall
+from cairn.tasks.generation.shard import Left
 from tests.chaos.faults import Fault, Striker
 from tests.chaos.runs import STREAM
 
@@ -67,13 +67,15 @@ def main(store: str, run: str, config_file: str, folder: str, faults: str, *flag
 def note_what_is_generated(file: Path) -> None:
     """Append the samples of every call to an engine, and each once it is finished, that is durable: what is asked for
     after that was generated twice."""
-    generate, keep = cairn.tasks.generation.rollout.generate_samples, RolloutHandle.keep
+    generate, keep = cairn.tasks.streaming.engine_work.generate_samples, RolloutHandle.keep
+    generate_shard = cairn.tasks.generation.rollout.generate_shard
 
-    def asking(
-        step: StepCall, engine: Any, weights: Any, samples: Sequence[WantedSample], *args: Any, **options: Any
-    ) -> Iterator[Any]:
-        note(file, step.iteration, step.shard, asked=[sample.key for sample in samples])
-        yield from generate(step, engine, weights, samples, *args, **options)
+    def asking(step: StepCall, *args: Any) -> Iterator[Any]:
+        for message in generate_shard(step, *args):
+            if isinstance(message, Left):
+                asked = [sample.key for samples in message.missing.values() for sample in samples]
+                note(file, step.iteration, step.shard, asked=asked)
+            yield message
 
     def keeping(engine: RolloutHandle, make: Callable[[], Any]) -> Any:
         return keep(engine, partial(noting, file, make))
@@ -96,7 +98,7 @@ def note_what_is_generated(file: Path) -> None:
         yield from generate(step, engine, weights, samples, *args, joined=joining, **options)
 
     cairn.tasks.streaming.engine_work.generate_samples = asking_for_stream  # type: ignore[attr-defined]
-    cairn.tasks.generation.rollout.generate_samples = asking  # type: ignore[assignment]
+    cairn.tasks.generation.rollout.generate_shard = asking
     RolloutHandle.keep = keeping  # type: ignore[method-assign]
     note_what_is_finished(file)
 

@@ -153,16 +153,16 @@ class Striker:
                 self._strike(attempt.iteration, attempt.step, "halfway")
 
         SampleLog.append = appending  # type: ignore[method-assign]
-        generate = rollout.generate_samples
+        generate = rollout.generate_shard
 
-        def generating(step: StepCall, *args: Any, **options: Any) -> Iterator[Any]:
+        def generating(step: StepCall, *args: Any) -> Iterator[Any]:
             """Engines have logs of their own: their samples are there when the driver hears of their ends."""
-            for ends in generate(step, *args, **options):
-                if any(end.finish_reason != FinishReason.ABORT for end in ends):
+            for message in generate(step, *args):
+                if isinstance(message, list) and any(end.finish_reason != FinishReason.ABORT for end in message):
                     self._strike(step.iteration, Step.ROLLOUT, "halfway")
-                yield ends
+                yield message
 
-        rollout.generate_samples = generating  # type: ignore[assignment]
+        rollout.generate_shard = generating
         perform = DurableStep.perform
 
         def performing(step: DurableStep[Any], call: StepCall, *args: Any, **kwargs: Any) -> Outcome:

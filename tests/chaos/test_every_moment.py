@@ -96,9 +96,7 @@ class Blows:
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """For what tests.chaos.driver notes: put back afterwards."""
-    monkeypatch.setattr(
-        cairn.tasks.generation.rollout, "generate_samples", cairn.tasks.generation.rollout.generate_samples
-    )
+    monkeypatch.setattr(cairn.tasks.generation.rollout, "generate_shard", cairn.tasks.generation.rollout.generate_shard)
     monkeypatch.setattr(SampleLog, "_write_part", SampleLog._write_part)
     monkeypatch.setattr(RolloutHandle, "keep", RolloutHandle.keep)
     monkeypatch.setattr(

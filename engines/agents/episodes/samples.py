@@ -12,13 +12,11 @@ Built-in generate functions run in the engine's process, a user's function in a 
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from typing import Any, overload
 
 from cairn.configs.kinds import GENERATE
 from cairn.engines.agents.episodes.in_process import InProcessGeneration
 from cairn.engines.agents.episodes.user_code import GenerateFunction, ProcessLost, SampleHung, UserCode
 from cairn.engines.types.errors import EngineDied
-from cairn.engines.types.keeping import Keeper, SampleEnd, WantedSample
 from cairn.engines.types.trajectories import GeneratedSample, Recorded, SampleRequest, add_records
 from cairn.engines.types.types import SamplingParams, Stream
 
@@ -40,48 +38,20 @@ class SampleEngine:
         self._in_process: InProcessGeneration | None = None
         self._aborted = False
 
-    @overload
-    def generate(
-        self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
-    ) -> Iterator[list[GeneratedSample] | Recorded]: ...
-
-    @overload
-    def generate(
-        self, samples: Sequence[WantedSample], params: SamplingParams, function: GenerateFunction, keeper: Keeper
-    ) -> Iterator[list[SampleEnd]]: ...
-
-    def generate(
-        self, samples: Sequence[Any], params: SamplingParams, function: GenerateFunction, keeper: Keeper | None = None
-    ) -> Iterator[Any]:
+    def generate(self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction) -> Samples:
         """Generate samples; yield each as it ends. Requests of all samples join the engine's running batch.
 
         Also yields the records of their calls, where the function records them: see `acknowledge`.
 
-        With a keeper, the samples go to it, and their ends are yielded. The function must not record calls then.
-
         Raises BadTrajectory where the function returns none, and the errors of streams except RequestRefused: a refused
         request fails its sample.
         """
-        if keeper is None:
-            return self._generate(samples, params, function)
-        return self._kept(keeper, self._generate(keeper.requests(samples), params, function))
-
-    def _generate(
-        self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
-    ) -> Samples:
         if function.records:
             yield from self._with_user_code(samples, params, function)
             return
         with closing(self._open()) as stream:
             self._in_process = running = InProcessGeneration(stream, params, GENERATE.load(function.name))
             yield from running.generate(samples)
-
-    @staticmethod
-    def _kept(keeper: Keeper, samples: Samples) -> Iterator[list[SampleEnd]]:
-        with closing(samples):
-            for ended in samples:
-                assert isinstance(ended, list)
-                yield keeper.take(ended)
 
     def join(self, samples: Sequence[SampleRequest]) -> bool:
         """Add samples to the running `generate`; thread-safe.

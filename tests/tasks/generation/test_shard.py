@@ -21,7 +21,7 @@ from cairn.storage.store.local import LocalStore
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
 from cairn.tasks.generation import rollout as step
-from cairn.tasks.generation.shard import reached
+from cairn.tasks.generation.shard import Left, reached
 from tests.tiny_run import Events, tiny_config, tiny_context
 from tests.waiting import wait_for
 
@@ -86,18 +86,19 @@ def test_the_driver_writes_nothing_of_a_rollout_but_its_commit(
 def test_what_an_engine_had_finished_when_it_died_is_not_generated_again(
     config: RunConfig, fleet: Fleet, content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate, asked = step.generate_samples, list[int]()
+    generate, asked = step.generate_shard, list[int]()
     with on_fleet(tmp_path, config, fleet) as (run, _):
 
-        def struck(call: Any, engine: Any, weights: Any, samples: Any, *args: Any, **options: Any) -> Iterator[Any]:
-            asked.append(len(samples))
-            for ends in generate(call, engine, weights, samples, *args, **options):
-                yield ends
-                if len(asked) == 1:
+        def struck(*args: Any) -> Iterator[Any]:
+            for message in generate(*args):
+                yield message
+                if isinstance(message, Left):
+                    asked.append(sum(map(len, message.missing.values())))
+                elif len(asked) == 1:
                     wait_for(lambda: parts(run))
                     os.kill(fleet.rollout[0].health()["pid"], signal.SIGKILL)
 
-        monkeypatch.setattr(step, "generate_samples", struck)
+        monkeypatch.setattr(step, "generate_shard", struck)
         with pytest.raises(EngineDied):
             first_shard(run)
         durable = sum(len(read_any_part(run.ledger.store, path) or ()) for path in parts(run))

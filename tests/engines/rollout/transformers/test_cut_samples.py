@@ -14,7 +14,7 @@ from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.types.keeping import SampleEnd, WantedSample
 from cairn.engines.types.trajectories import GeneratedSample, SampleKey, SampleRequest
 from cairn.engines.types.types import FinishReason, SamplingParams
-from cairn.tasks.generation.rollout import in_rounds
+from cairn.tasks.generation.rounds import in_rounds
 from tests.engines.rollout.models import END_TOKEN, rollout_config
 
 LENGTH, GROUPS = 16, 12
