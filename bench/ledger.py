@@ -50,7 +50,7 @@ from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.leases import Lease, Outcome
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.ledger.shards import SHARED, record_bytes
+from cairn.storage.ledger.shards import SHARED, record_bytes, repeated_from
 from cairn.storage.opening import open_store
 from cairn.storage.records import Environment
 from cairn.storage.store.s3 import S3Store
@@ -172,7 +172,9 @@ def files_of(run: str, iterations: int, shards: Sequence[str] = TWO, first: int 
             else:
                 yield commit.path, commit.to_bytes()
         for number, begin in enumerate(range(0, len(shared), OF_A_RECORD)):
-            yield layout.record(run, index, number), record_bytes(shared[begin : begin + OF_A_RECORD])
+            first = repeated_from(number)
+            commits = shared[first * OF_A_RECORD : begin + OF_A_RECORD]
+            yield layout.record(run, index, number), record_bytes(commits, first if first < number else None)
 
 
 def unread_files(run: str, iterations: int) -> Iterator[tuple[str, bytes]]:

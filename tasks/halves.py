@@ -11,7 +11,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.tasks.durable.context import RunContext
-from cairn.tasks.durable.selection import is_collected
+from cairn.tasks.durable.selection import find_selection
 from cairn.tasks.durable.versions import version_of
 from cairn.tasks.evaluation.evaluate import eval_due, eval_shard
 from cairn.tasks.trainer.checkpoint import checkpoint_due
@@ -36,9 +36,10 @@ def learning_steps(config: RunConfig, iteration: int, *, scored: bool | None = N
     return [step for step, is_due in due.items() if is_due]
 
 
-def oldest_open(ledger: Ledger) -> int:
-    """Return the oldest iteration that may have an unfinished half."""
-    return max((ledger.last_iteration() or 0) - ledger.lag, ledger.first_iteration)
+def oldest_open(ledger: Ledger, last: int | None = None) -> int:
+    """Return the oldest iteration that may have an unfinished half. `last`: the newest with a commit, if known."""
+    newest = ledger.last_iteration() if last is None else last
+    return max((newest or 0) - ledger.lag, ledger.first_iteration)
 
 
 def newest_sampled(config: RolloutConfig, trained: int) -> int:
@@ -77,7 +78,7 @@ def publish_for_open_halves(run: RunContext) -> None:
 def needed_weights(run: RunContext) -> set[int]:
     """Return the trained iterations whose weights must still be sampled from; -1 for the initial weights."""
     lag, total, first = run.config.rollout.weights_lag, run.config.rollout.num_rollout, oldest_open(run.ledger)
-    collecting = next(i for i in itertools.count(first) if i == total or not is_collected(run, i))
+    collecting = next(i for i in itertools.count(first) if i == total or find_selection(run, i) is None)
     trained = newest_trained(run)
     if run.config.rollout.pipeline == "streaming":
         behaviours = {newest_sampled(run.config.rollout, trained)} if collecting < total else set()

@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.events import Stopping
 from cairn.flows.reading.gates import approval_request, blocking_gate, due
+from cairn.flows.reading.views import current_iteration
 from cairn.storage.ledger.decisions import Decision, Gate, GateState, GateStatus, gates
 from cairn.storage.ledger.ledger import Ledger
 from cairn.tasks.durable.context import RunContext
@@ -83,9 +84,12 @@ def wait_for_approval(
     run.emit(Message(f"Iteration {index} may begin, approved{_by(newest)}"))
 
 
-def require_not_withheld(ledger: Ledger, config: RunConfig, index: int | None) -> None:
-    """Raise Withheld if iteration `index` may not begin and the configuration lets no driver wait. Called before
+def require_not_withheld(ledger: Ledger, config: RunConfig) -> None:
+    """Raise Withheld if the current iteration may not begin and the configuration lets no driver wait. Called before
     engines start."""
+    if blocking_gate(ledger, config.rollout.num_rollout) is None:
+        return
+    index = current_iteration(ledger, config)
     gate = None if index is None else blocking_gate(ledger, index)
     if gate is not None:
         _require(gate, ledger.run, wait=config.approval.wait)

@@ -31,7 +31,7 @@ from cairn.flows.driver.sources import Sources, open_graders
 from cairn.flows.driver.trust import recorded_config, require_trusted
 from cairn.flows.events import Event
 from cairn.flows.reading.failure import RunFailure
-from cairn.flows.reading.views import current_iteration, own_failure
+from cairn.flows.reading.views import own_failure
 from cairn.flows.text import shortened
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step
@@ -203,7 +203,7 @@ def open_run(
 
     config = None if config is None else with_length(config)
     recipe = config
-    before = inputs = None
+    before = inputs = recorded = None
     if config is None or store.exists(layout.run_manifest(name)):
         recorded = Ledger.open(store, name)
         inputs = recorded.terms.inputs
@@ -212,11 +212,14 @@ def open_run(
             config = in_layout(recorded, relayout) if relayout else before
     sources = Sources.open(config, inputs, warn)
     with adding_stale_steps(store, name, config, sources.digests):
-        changing = LAYOUT if relayout else ()
-        ledger = Ledger.create(store, name, config, sources.digests, rules=rules(config), changing=changing)
+        if recorded is None:
+            ledger = Ledger.create(store, name, config, sources.digests, rules=rules(config))
+        else:
+            changing = LAYOUT if relayout else ()
+            ledger = Ledger.open(store, name, config, sources.digests, rules(config), changing)
     if relayout or ledger.upgrades:
         require_no_replay_of_another_layout(ledger, config)
-    require_not_withheld(ledger, config, current_iteration(ledger, config))
+    require_not_withheld(ledger, config)
     with ExitStack() as stack:
         lease = ledger.acquire(takeover)
         given_up: list[GivenUp] = []

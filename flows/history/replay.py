@@ -31,7 +31,7 @@ from cairn.storage.store.store import Store
 from cairn.storage.upkeep.comparison import compare
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
-from cairn.tasks.durable.selection import is_collected
+from cairn.tasks.durable.selection import find_selection
 from cairn.tasks.durable.step import DurableStep, StepCall, changes, input_digest
 from cairn.tasks.trainer.recovery import ReplayDiverged, layout_differences
 
@@ -303,7 +303,7 @@ def _walk(run: RunContext, runner: Replaying, index: int) -> None:
     In a streaming run, before the previous batch is selected: only the admission. Before the previous update: the batch
     and the advantages.
     """
-    if run.config.rollout.pipeline == "streaming" and index and not is_collected(run, index - 1):
+    if run.config.rollout.pipeline == "streaming" and index and find_selection(run, index - 1) is None:
         admit(run, runner, index)
     elif index and run.find(index - 1, Step.TRAIN) is None:
         up_to_learning(run, runner, index)

@@ -26,9 +26,9 @@ def approval_request(gate: GateStatus, run: str) -> str:
 
 def due(ledger: Ledger, config: RunConfig, index: int) -> tuple[str, str] | None:
     """Return the cause of a gate that is due before iteration `index` and has no record yet, and a sentence; None if
-    none is due."""
+    none is due. `blocking_gate` has read the decisions."""
     approval = config.approval
-    verdict = ledger.decisions.gates().get(index)
+    verdict = gates(ledger.decisions.known).get(index)
     if verdict is not None:
         return None
     if index in approval.before:
@@ -132,7 +132,7 @@ def _fall(ledger: Ledger, config: RunConfig, index: int) -> str | None:
 def _last_approved_fall(ledger: Ledger, index: int) -> int:
     """Return the iteration before which a drop was last approved, in a parent's gates too; 0 if none was."""
     found = 0 if ledger.parent is None else _last_approved_fall(ledger.parent, ledger.first_iteration)
-    for iteration, gate in ledger.decisions.gates().items():
+    for iteration, gate in gates(ledger.decisions.known).items():
         fallen = gate.gate is not None and isinstance(gate.gate.what, Gate) and gate.gate.what.cause == "eval_drop"
         if fallen and gate.state is GateState.APPROVED and iteration < index:
             found = max(found, iteration)

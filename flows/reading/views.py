@@ -303,7 +303,7 @@ def _place(
     newest = last or 0
     if newest < ledger.first_iteration:
         return ledger.first_iteration, Step.ROLLOUT
-    for iteration in range(oldest_open(ledger), newest + 1):
+    for iteration in range(oldest_open(ledger, newest), newest + 1):
         step = next_step(ledger, config, iteration, commits if iteration == newest else ledger.commits(iteration))
         if step is not None:
             return iteration, step

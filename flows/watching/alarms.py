@@ -67,7 +67,8 @@ class MetricHistory:
     def __init__(self, ledger: Ledger, config: RunConfig) -> None:
         self._ledger, self._config = ledger, config
         rules = config.tracking.alarms
-        self._reach = 2 * rules.window if any(getattr(rules, name).is_set for name in WATCHED) else 1
+        self.has_rules = any(getattr(rules, name).is_set for name in WATCHED)
+        self._reach = 2 * rules.window if self.has_rules else 1
         """Number of iterations that an alarm depends on."""
         self._known: dict[int, dict[str, float]] = {}
         self._commits: dict[int, Sequence[Commit]] = {}
@@ -113,7 +114,7 @@ class Alarms:
         """Raised alarms of the newest complete iteration; None before there is one."""
 
     def __call__(self, event: Event) -> None:
-        if not isinstance(event, IterationDone):
+        if not isinstance(event, IterationDone) or not self._history.has_rules:
             return
         if self._sounding is None and event.iteration:
             before = self._history.alarms(event.iteration - 1, self._ledger.commits(event.iteration - 1))

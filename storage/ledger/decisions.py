@@ -203,6 +203,12 @@ class Decisions:
         self._known = known
         return known
 
+    @property
+    def known(self) -> tuple[Decision, ...]:
+        """Every decision of the last call of `all`, and those that were recorded here since. Makes no request but the
+        first."""
+        return self.all() if self._known is None else self._known
+
     def record(
         self,
         decide: Decide,
@@ -233,6 +239,8 @@ class Decisions:
             path = layout.decision(self._run, decision.number)
             read_manifest(self._store, self._run)  # raises where the run is being deleted
             if self._store.create(path, canonical.seal(decision.model_dump(mode="json")), guard):
+                if self._known == so_far:
+                    self._known = (*so_far, decision)
                 return decision
 
     def gates(self) -> dict[int, GateStatus]:

@@ -7,6 +7,7 @@ A fork shares its parent's iterations up to the iteration at which it was forked
 from the parent's folder.
 """
 
+import threading
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -97,6 +98,11 @@ class Ledger:
         self.lease: Lease | None = None
         """Lease on the run, set by `acquire`. Commits need it."""
         self._records = RecentRecords(store)
+        self._newest: int | None = None
+        """The newest iteration with a commit when this process, which owns the run, looked."""
+        self._committed = -1
+        """The newest iteration of which this process has made a commit."""
+        self._noting = threading.Lock()
 
     @classmethod
     def create(
@@ -249,7 +255,8 @@ class Ledger:
     def acquire(self, takeover: bool = False) -> Lease:
         """Own the run, so that this process may commit. Raises LeaseHeld."""
         self.lease = Lease.acquire(self.store, self.run, takeover)
-        self._records = RecentRecords(self.store)
+        self._records.look_again()
+        self._newest = None
         return self.lease
 
     def require_lease(self) -> None:
@@ -336,9 +343,16 @@ class Ledger:
     def last_iteration(self) -> int | None:
         """Return the newest iteration with a commit, or None. For a fresh fork that is the last shared iteration.
 
-        The number of requests grows with the logarithm of the iterations. The run's owner makes two: its predecessor
-        has left a place to begin.
+        The number of requests grows with the logarithm of the iterations. The run's owner makes two, once: its
+        predecessor has left a place to begin, and nobody else makes commits.
         """
+        newest = self._newest if self._newest is not None else self._last_iteration()
+        if self.lease is None or newest is None:
+            return newest
+        self._newest = newest
+        return max(newest, self._committed)
+
+    def _last_iteration(self) -> int | None:
         first = self.first_iteration
         begin = max(first, (self.lease and self.lease.iteration) or first)
         newest = newest_iteration_with_files(self.store, self.run, begin)
@@ -347,6 +361,8 @@ class Ledger:
         for iteration in range(newest, first - 1, -1):
             names = self.store.list(layout.iteration(self.run, iteration))
             if any(map(is_marker, names)):
+                if self.lease is not None:
+                    self._records.of(self.run, iteration).look(names)  # the owner will look there next
                 return iteration
         return None if self.manifest.parent is None else self.manifest.parent.iteration
 
@@ -411,10 +427,16 @@ class Ledger:
             environment=environment,
         )
         lease.iteration = max(iteration, lease.iteration or 0)
+        commit = self._commit(commit, attempt, lease, shared=shared)
+        with self._noting:
+            self._committed = max(iteration, self._committed)
+        return commit
+
+    def _commit(self, commit: Commit, attempt: Attempt, lease: Lease, *, shared: bool) -> Commit:
         if shared:
-            return self._records.of(self.run, iteration).recorder.commit(commit, attempt, lease.check)
-        if step in SHARED:
-            self._records.of(self.run, iteration).has_others = True
+            return self._records.of(self.run, commit.iteration).recorder.commit(commit, attempt, lease.check)
+        if commit.step in SHARED:
+            self._records.of(self.run, commit.iteration).has_others = True
         if not self.store.create(commit.path, commit.to_bytes(), lease.check):
             first = self._read(commit.path)
             if first is None:

@@ -8,11 +8,14 @@ runs/<run>/iterations/000042/shards.000000.json   commits of rollout.00-000, rol
 runs/<run>/iterations/000042/shards.000001.json   commits of rollout.00-001, reward.00-000, …
 ```
 
-The records of an iteration are numbered without gaps. Whoever creates number n has read all before it, so no two
-records hold the same commit: a driver that finds number n taken reads it, adopts its commits, and tries number n + 1
-with the rest of its own. Each commit has its own name, inputs and digest, as in a file of its own. Earlier versions
-gave every commit such a file; these stay valid, also within one iteration. Of a record and such a file with the same
-commit, the record counts.
+The records of an iteration are numbered without gaps. Whoever creates number n has read all before it, so a shard has
+one commit: a driver that finds number n taken reads it, adopts its commits, and tries number n + 1 with the rest of its
+own. Each commit has its own name, inputs and digest, as in a file of its own. Earlier versions gave every commit such a
+file; these stay valid, also within one iteration. Of a record and such a file with the same commit, the record counts.
+
+Every eighth record repeats the commits of the seven before it, every 64th those of the 63 before it, and so on, as long
+as they fit. So a reader of n records needs few of them (at most 7 for each power of 8), and a commit is written at most
+once more for each power of 8.
 
 A commit waits for its record until
 
@@ -46,12 +49,26 @@ PACE, LONGEST_WAIT = 0.005, 1.0
 """Seconds between two records: `PACE` for each shard that runs, at most `LONGEST_WAIT`."""
 _FULL = 4 * 2**20
 """Greatest number of bytes of a record with several commits. A marker on an object store has at most 5 MiB."""
+_SPAN = 8
+"""Record n has the commits of as many records, itself the last, as the greatest power of this that divides n + 1."""
 _KEPT = 8
 """Iterations whose records stay in memory."""
 
 
-def record_bytes(commits: Sequence[Commit]) -> bytes:
-    """Return the content of a record of commits of one iteration. Equal environments are stored once."""
+def repeated_from(number: int) -> int:
+    """Return the number of the first record whose commits the record with this number repeats; its own number if it
+    repeats none."""
+    count, width = number + 1, 1
+    while count % (width * _SPAN) == 0:
+        width *= _SPAN
+    return count - width
+
+
+def record_bytes(commits: Sequence[Commit], repeats: int | None = None) -> bytes:
+    """Return the content of a record of commits of one iteration. Equal environments are stored once.
+
+    `repeats`: the number of the first record whose commits are among them, with those of all later ones.
+    """
     environments: dict[str, Any] = {}
     listed = []
     for commit in commits:
@@ -59,7 +76,8 @@ def record_bytes(commits: Sequence[Commit]) -> bytes:
         name = canonical.digest(fields["environment"])
         environments[name] = fields["environment"]
         listed.append({**fields, "environment": name, "digest": commit.digest})
-    return canonical.seal({"schema_version": FORMAT, "environments": environments, "commits": listed})
+    fields = {"schema_version": FORMAT, "environments": environments, "commits": listed}
+    return canonical.seal(fields if repeats is None else {**fields, "repeats": repeats})
 
 
 def commits_of_record(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -79,12 +97,20 @@ def read_commits(data: bytes, path: str) -> list[Commit]:
 
     Raises Damaged, naming `path`, unless `data` are the bytes that were committed at `path`.
     """
-    if layout.parse_record(path.rpartition("/")[2]) is None:
-        return [Commit.from_bytes(data, path)]
+    number = layout.parse_record(path.rpartition("/")[2])
+    return [Commit.from_bytes(data, path)] if number is None else _read_record(data, path, number)[1]
+
+
+def _read_record(data: bytes, path: str, number: int) -> tuple[int, list[Commit]]:
+    """Return the number of the first record whose commits a record repeats, and all its commits."""
     environments: dict[int, Environment] = {}
     commits = []
     with naming_damaged(f"record {path}"):
-        for fields in commits_of_record(unsealed_fields(data)):
+        whole = unsealed_fields(data)
+        repeats = whole.get("repeats", number)
+        if repeats not in (number, repeated_from(number)):
+            raise ValueError(f"it repeats the records from number {repeats} on")
+        for fields in commits_of_record(whole):
             own, digest = fields["environment"], fields.pop("digest", None)
             # Thousands of commits may be in memory.
             shared = environments.setdefault(id(own), Environment.model_validate(own))
@@ -94,7 +120,7 @@ def read_commits(data: bytes, path: str) -> list[Commit]:
     for commit in commits:
         if commit.step not in SHARED or path.rpartition("/")[0] != layout.iteration(commit.run, commit.iteration):
             raise Damaged(f"record {path} is in the wrong place: it names {commit.name} of run {commit.run}")
-    return commits
+    return repeats, commits
 
 
 class Records:
@@ -105,7 +131,8 @@ class Records:
         self._lock = threading.RLock()
         self._commits: dict[tuple[Step, str | None], Commit] = {}
         self._number = 0
-        self._looked = False
+        self.looked = False
+        """Whether the owner of the run has looked for records since it owns the run."""
         self.has_others = False
         """Whether commits of shards may be in files of their own."""
         self.recorder = Recorder(self.create)
@@ -118,37 +145,55 @@ class Records:
         """
         with self._lock:
             commit = self._commits.get((step, shard))
-            if commit is None and not (owned and self._looked):
+            if commit is None and not (owned and self.looked):
                 if owned:
-                    names = self._store.list(layout.iteration(self._run, self._iteration))
-                    numbers = [number for name in names if (number := layout.parse_record(name)) is not None]
-                    # An earlier version may have run shards here: their attempts are listed, and soon their commits.
-                    others = [name for name in names if name.startswith(tuple(SHARED))]
-                    self.has_others |= any(not name.endswith("/") for name in others) or (bool(others) and not numbers)
-                    self.all(numbers)
-                self.read_on()
-                self._looked |= owned
+                    self.look(self._store.list(layout.iteration(self._run, self._iteration)))
+                else:
+                    self.read_on()
                 commit = self._commits.get((step, shard))
             return commit
+
+    def look(self, names: Sequence[str]) -> None:
+        """Read all records. `names`: what this process, which owns the run, has listed in the iteration's folder."""
+        with self._lock:
+            numbers = [number for name in names if (number := layout.parse_record(name)) is not None]
+            # An earlier version may have run shards here: their attempts are listed, and soon their commits.
+            others = [name for name in names if name.startswith(tuple(SHARED))]
+            self.has_others |= any(not name.endswith("/") for name in others) or (bool(others) and not numbers)
+            self.all(numbers)
+            self.read_on()
+            self.looked = True
 
     def has_records_only(self, *, owned: bool) -> bool:
         """Return whether no shard had a commit in a file of its own, or could have, when this process, which alone
         makes commits, first looked."""
-        return owned and self._looked and not self.has_others
+        return owned and self.looked and not self.has_others
 
     def all(self, listed: Sequence[int]) -> list[Commit]:
-        """Return the commits of the records with these numbers and of those read before. Requests are parallel."""
+        """Return the commits of the records with these numbers, of all between them and of those read before.
+
+        Reads no record that another one repeats. Requests are parallel.
+        """
         with self._lock:
-            numbers, known = range(self._number, max(listed, default=-1) + 1), frozenset(listed)
-            gap = next((self._path(number) for number in numbers if number not in known), None)
-            if gap is not None and not self._store.exists(gap):  # before a forged number has all below it read
-                raise _missing(gap)
-            paths = list(map(self._path, numbers))
-            for path, data in zip(paths, self._store.read_many(paths), strict=True):
-                if data is None:
-                    raise _missing(path)
-                self._add(path, data)
+            first, last = self._number, max(listed, default=-1)
+            few, number = [], last
+            while number >= first:
+                few.append(number)
+                number = repeated_from(number) - 1
+            held = self._read_all(few)
+            # Those of earlier versions repeat none, and neither do the largest.
+            self._read_all([n for number, own in held.items() for n in range(max(repeated_from(number), first), own)])
+            self._number = max(first, last + 1)
             return list(self._commits.values())
+
+    def _read_all(self, numbers: Sequence[int]) -> dict[int, int]:
+        """Read records. Return for each the number of the first one whose commits it has."""
+        paths, held = list(map(self._path, numbers)), {}
+        for number, path, data in zip(numbers, paths, self._store.read_many(paths), strict=True):
+            if data is None:
+                raise Damaged(f"{path} is missing, although later records exist")
+            held[number] = self._add(number, path, data)
+        return held
 
     def read_on(self) -> bool:
         """Read the records after those that were read. Return whether there are any."""
@@ -160,7 +205,8 @@ class Records:
                     data = self._store.read(path)
                 except FileNotFoundError:
                     return self._number > before
-                self._add(path, data)
+                self._add(self._number, path, data)
+                self._number += 1
 
     def create(self, commits: Sequence[Commit], guard: Callable[[], None]) -> list[Commit]:
         """Record the commits that no record holds. Return the commits that the ledger now has, in the same order.
@@ -172,29 +218,38 @@ class Records:
                 while new := [one for one in commits if (one.step, one.shard) not in self._commits]:
                     path = self._path(self._number)
                     placed = [one.within(path) for one in new]
-                    while len(data := record_bytes(placed)) > _FULL and len(placed) > 1:
+                    data = self._repeating(placed) or record_bytes(placed)
+                    while len(data) > _FULL and len(placed) > 1:
                         placed = placed[: len(placed) // 2]
+                        data = record_bytes(placed)
                     if self._store.create(path, data, guard):
                         self._commits |= {(one.step, one.shard): one for one in placed}
                         self._number += 1
                     elif not self.read_on():
                         raise StoreError(f"{path} could not be created, but it does not exist either")
             except BaseException:
-                self._looked = False  # the record may have been created all the same
+                self.looked = False  # the record may have been created all the same
                 raise
             return [self._commits[one.step, one.shard] for one in commits]
 
-    def _add(self, path: str, data: bytes) -> None:
-        for commit in read_commits(data, path):
+    def _repeating(self, new: Sequence[Commit]) -> bytes | None:
+        """Return the content of the next record with all commits that it repeats; None if it repeats none."""
+        first = repeated_from(self._number)
+        if first == self._number:
+            return None
+        begin = self._path(first)
+        before = [one for one in self._commits.values() if one.path >= begin]
+        data = record_bytes([*before, *new], first)
+        return data if len(data) <= _FULL else None
+
+    def _add(self, number: int, path: str, data: bytes) -> int:
+        repeats, commits = _read_record(data, path, number)
+        for commit in commits:
             self._commits.setdefault((commit.step, commit.shard), commit)
-        self._number += 1
+        return repeats
 
     def _path(self, number: int) -> str:
         return layout.record(self._run, self._iteration, number)
-
-
-def _missing(path: str) -> Damaged:
-    return Damaged(f"{path} is missing, although later records exist")
 
 
 class RecentRecords:
@@ -204,6 +259,12 @@ class RecentRecords:
         self._store = store
         self._lock = threading.Lock()
         self._records: OrderedDict[tuple[str, int], Records] = OrderedDict()
+
+    def look_again(self) -> None:
+        """Look for new records before an owner says that there are none: this process owns the run from now on."""
+        with self._lock:
+            for records in self._records.values():
+                records.looked = False
 
     def of(self, run: str, iteration: int) -> Records:
         """Return the records of an iteration of a run."""

@@ -417,7 +417,10 @@ class Catalogue:
             write_index(self.store.url, self._ledgers[owner].manifest, known)
         here = pc.is_in(known.column("file"), pa.array(sorted(listed), pa.string()))
         wanted = pc.is_in(known.column("step"), pa.array(sorted(steps), pa.string()))
-        return known.filter(pc.and_(here, wanted)).sort_by([("name", "ascending")])
+        commits = known.filter(pc.and_(here, wanted)).sort_by([("name", "ascending"), ("file", "ascending")])
+        names = commits.column("name")
+        repeated = pc.equal(names.slice(1), names.slice(0, max(0, len(names) - 1)))  # records may repeat commits
+        return commits.filter(pc.invert(pa.chunked_array([pa.array([False] * min(1, len(names))), *repeated.chunks])))
 
     def _index(self, owner: str) -> pa.Table:
         """Return the cached commits of a run that the store still has."""

@@ -227,9 +227,17 @@ def _read_all(
     digests to `digests` by name."""
     for iteration, paths in markers:
         read = readers.map(lambda path: _read_commits(store, path), paths)
-        commits = list(itertools.chain.from_iterable(read))
-        digests |= {commit.name: commit.digest for commit in commits if isinstance(commit, Commit)}
-        yield iteration, commits
+        commits: dict[str, Commit | Finding] = {}
+        for commit in itertools.chain.from_iterable(read):
+            if isinstance(commit, Finding):
+                commits[commit.path] = commit
+                continue
+            first = commits.setdefault(commit.name, commit)  # a record may repeat it
+            if isinstance(first, Commit) and first.digest != commit.digest:
+                message = f"{commit.name} is another commit there than in {first.path}"
+                commits[commit.path] = Finding(fault=Fault.UNREADABLE, path=commit.path, message=message)
+        digests |= {one.name: one.digest for one in commits.values() if isinstance(one, Commit)}
+        yield iteration, list(commits.values())
 
 
 def _ahead(count: int, items: Iterator[Item]) -> Iterator[Item]:

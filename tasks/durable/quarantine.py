@@ -25,8 +25,12 @@ from cairn.tasks.durable.events import Message
 
 
 def skipped_prompts(ledger: Ledger, iteration: int) -> list[int]:
-    """Return the prompts that an iteration skips, as rows of the data set, sorted."""
-    return list(_in_force(ledger, ledger.decisions.all(), iteration))
+    """Return the prompts that an iteration skips, as rows of the data set, sorted.
+
+    The owner of a run makes no request for it: nobody else puts requests in force.
+    """
+    decisions = ledger.decisions
+    return list(_in_force(ledger, decisions.all() if ledger.lease is None else decisions.known, iteration))
 
 
 def wanted(ledger: Ledger, decisions: tuple[Decision, ...]) -> list[int]:
@@ -39,11 +43,12 @@ def wanted(ledger: Ledger, decisions: tuple[Decision, ...]) -> list[int]:
 
 
 def apply_requests(run: RunContext, iteration: int) -> None:
-    """Record that the requests so far take effect from this iteration on. Call it before the iteration begins."""
+    """Record that the requests so far take effect from this iteration on. Call it before the iteration begins, right
+    after the decisions were read for its gate."""
     ledger = run.ledger
     lease = ledger.lease
     assert lease is not None
-    decisions = ledger.decisions.all()
+    decisions = ledger.decisions.known
     if wanted(ledger, decisions) == skipped_prompts(ledger, iteration) or _has_begun(ledger, iteration):
         return
 

@@ -20,9 +20,9 @@ def last_selection(run: RecordedRun, index: int) -> Commit:
     return _filling(run.committed, index)
 
 
-def is_collected(run: RecordedRun, index: int) -> bool:
-    """Whether the batch of iteration `index` is full."""
-    return _filling(run.find, index) is not None
+def find_selection(run: RecordedRun, index: int) -> Commit | None:
+    """Return the filter step that filled the batch of iteration `index`, or None while it is not full."""
+    return _filling(run.find, index)
 
 
 def _filling(look_up: Callable[[int, Step, str], LookedUp], index: int) -> LookedUp:

@@ -35,7 +35,7 @@ from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.opening import open_store
 from cairn.storage.store.errors import StoreError
 from cairn.tasks.durable.context import RunContext
-from cairn.tasks.durable.selection import is_collected
+from cairn.tasks.durable.selection import find_selection
 from cairn.tasks.durable.step import DurableStep, StepCall
 from cairn.tasks.generation.groups import Group
 from cairn.tasks.halves import publish_for_open_halves, weights_after
@@ -91,7 +91,7 @@ class LearningSlowly(DirectSteps):
 
     def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
         if step.name is Step.TRAIN and index + 1 < ITERATIONS:
-            wait_for(lambda: is_collected(self._run, index + 1), 60)
+            wait_for(lambda: find_selection(self._run, index + 1) is not None, 60)
         return super().call(step, index, shard, *args, **kwargs)
 
 

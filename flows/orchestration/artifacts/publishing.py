@@ -37,13 +37,14 @@ from cairn.flows.orchestration.artifacts.pages import (
 )
 from cairn.flows.reading.costs import StepCost, step_costs
 from cairn.flows.reading.metrics import eval_metrics, in_short, iteration_metrics, mean_reward
-from cairn.flows.reading.samples import benchmark_scores, generated_reward
+from cairn.flows.reading.samples import benchmark_scores
 from cairn.flows.text import slug
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.store.errors import Damaged, Retired, StoreError
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import GroupsGenerated, Message, StepCommitted, StepStarted
+from cairn.tasks.durable.selection import find_selection
 
 # Prefect artifacts for pages: created, queried and replaced by their keys.
 #
@@ -219,7 +220,7 @@ CATCH_UP = 100
 """Number of pages of earlier iterations that a driver creates at most."""
 POINTS = 400
 """Number of points of earlier iterations on the reward curve, at most."""
-POINTS_AT_ONCE = 8
+POINTS_AT_ONCE = 4
 """Points of these that a driver reads at its start, and with each iteration. The first ones span the whole run."""
 PAGE_INTERVAL = 5.0
 """Seconds between two updates of the run's page."""
@@ -288,7 +289,7 @@ class Pages:
         self._unread = _finest_first(range(first - 1, -1, -first // POINTS or -1))
         self._read_rewards(POINTS_AT_ONCE)
         self._scores = benchmark_scores(ledger, self._run.config)
-        self._newest = ledger.find(first - 1, Step.TRAIN) if first else None
+        self._newest = self._run.find(first - 1, Step.TRAIN) if first else None
         own = range(max(ledger.first_iteration, first - CATCH_UP), first)
         self._missing = dict.fromkeys(own)
         self._publish(now=True)
@@ -331,12 +332,11 @@ class Pages:
         self._missing[index] = commits
 
     def _read_rewards(self, most: int) -> None:
-        ledger = self._run.ledger
         for _ in range(min(most, len(self._unread))):
             index = self._unread.pop()
-            trained = ledger.find(index, Step.ADVANTAGE)
-            if trained is not None and (reward := generated_reward(ledger, trained)) is not None:
-                self._rewards[index] = reward
+            selection = find_selection(self._run, index)
+            if selection is not None and "raw_reward" in selection.metrics:
+                self._rewards[index] = selection.metrics["raw_reward"]
 
     def _publish(self, *, now: bool) -> None:
         """Create missing pages; replace the run's page if `now`, or if PAGE_INTERVAL has passed."""

@@ -251,6 +251,8 @@ def test_a_driver_finds_the_newest_iteration_where_its_predecessor_left_it(
     store.pages = 0
     assert (later.last_iteration(), store.pages) == (19, 1)
     shutil.rmtree(tmp_path / layout.iteration("run-1", 19))
+    later = Ledger.open(store, "run-1")
+    later.acquire(takeover=True)
     assert later.last_iteration() == 18, "where nothing is as far as that, all are searched"
 
 

@@ -12,7 +12,7 @@ import pytest
 from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
-from cairn.storage.ledger.shards import PACE, Records, read_commits
+from cairn.storage.ledger.shards import PACE, Records, read_commits, record_bytes
 from cairn.storage.store.errors import Damaged, LeaseLost, StoreError
 from cairn.storage.store.store import Store
 from cairn.storage.upkeep.collector import garbage
@@ -98,8 +98,39 @@ def test_of_two_drivers_that_record_the_same_shards_each_shard_has_one_commit(st
         one, other = pool.map(drive, [Records(store, "run", 0) for _ in range(2)])
     assert one == other
     held = [commit for path in records_of(ledger) for commit in read_commits(store.read(path), path)]
-    assert {commit.name: commit.digest for commit in held} == one
-    assert len(held) == len(one) == 13
+    assert {(commit.name, commit.digest) for commit in held} == one.items()
+    assert len(one) == 13
+
+
+def test_a_reader_needs_few_of_many_records_and_finds_every_commit(
+    ledger: Ledger, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [commit_step(ledger, 0, Step.ROLLOUT, f"00-{part:03d}", shared=True) for part in range(8 * 8 * 2 + 8 + 3)]
+    assert len(records_of(ledger)) == len(made)
+    monkeypatch.setattr("cairn.storage.ledger.shards._FULL", 1)
+    made += [commit_step(ledger, 0, Step.REWARD, f"00-{part:03d}", shared=True) for part in range(5 + 2)]
+    read: list[str] = []
+    call = store.read_many
+    monkeypatch.setattr(store, "read_many", lambda paths: (read.extend(paths), call(paths))[1])
+    reader = Ledger.open(store, "run")
+    reader.acquire(takeover=True)
+    found = [reader.find(0, one.step, one.shard) for one in made]
+    assert [one and one.digest for one in found] == [one.digest for one in made]
+    # Twice 64 and 8 in a record each; 3 and 7, of which the last repeats none because it is full.
+    assert len(read) == len(set(read)) == 2 + 1 + 3 + 7
+    assert [one.digest for one in reader.commits(0)] == [one.digest for one in made]
+    assert [one.path for one in made] == records_of(ledger)
+
+
+def test_a_record_that_repeats_a_commit_differently_is_a_finding(ledger: Ledger, store: Store) -> None:
+    made = [commit_step(ledger, 0, Step.ROLLOUT, shard, shared=True) for shard in SHARDS[:8]]
+    path = made[-1].path
+    assert len(read_commits(store.read(path), path)) == 8
+    assert not [finding for check in verify(ledger) for finding in check.findings if finding.path == path]
+    forged = made[0].model_copy(update={"started_at": 2.0})
+    store.write(path, record_bytes([forged, *made[1:]], 0))
+    findings = [finding for check in verify(Ledger.open(store, "run")) for finding in check.findings]
+    assert (Fault.UNREADABLE, path) in {(finding.fault, finding.path) for finding in findings}
 
 
 def test_a_driver_that_was_taken_over_records_nothing(ledger: Ledger, store: Store) -> None:
@@ -170,8 +201,9 @@ def test_any_changed_byte_of_a_record_is_damage_that_names_it(
 
 def test_a_forged_number_of_a_record_is_damage_at_once(ledger: Ledger, store: Store) -> None:
     commit_round(ledger, SHARDS[:1])
-    store.write(layout.record("run", 0, layout.LAST_NUMBER), b"{}")
-    gap = layout.record("run", 0, len(records_of(ledger)) - 1)
+    forged = layout.record("run", 0, layout.LAST_NUMBER)
+    store.write(forged, record_bytes([new_commit(SHARDS[1])]))
+    gap = layout.record("run", 0, layout.LAST_NUMBER // 64 * 64 - 1)
     began = time.monotonic()
     with pytest.raises(Damaged, match=f"{gap} is missing"):
         Ledger.open(store, "run").commits(0)
