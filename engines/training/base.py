@@ -105,7 +105,8 @@ class TrainingEngine(Protocol):
         """Write the weights, config and generation config as a model folder in Hugging Face format, on rank 0."""
 
     def copy_state(self) -> int:
-        """Copy this rank's part of the state to the host, in place of an earlier copy. Return its size in bytes."""
+        """Begin to copy this rank's part of the state to the host, in place of an earlier copy. Return its size in
+        bytes. Whatever changes or moves the state waits until it is copied."""
 
     def write_copy(self, store: Store, folder: str) -> list[StoredFile]:
         """Write the copy's files below `folder`; its index is the last. Another thread may train meanwhile, and calls

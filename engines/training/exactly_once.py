@@ -224,6 +224,7 @@ class ExactlyOnceEngine(ABC):
                 self._interrupted = None
             raise
         if update_reference:
+            self._end_copying()
             self._interrupted = "train"
             self._update_reference()
             self._digest = None
@@ -288,9 +289,9 @@ class ExactlyOnceEngine(ABC):
         )
 
     def drop_copy(self) -> None:
-        copy, self._copy = self._copy, None
-        if copy is not None:
-            self._room = copy.files
+        if (copy := self._copy) is not None:
+            copy.wait()
+            self._copy, self._room = None, copy.files
 
     def save(self, store: Store, folder: str) -> list[StoredFile]:
         written: list[StoredFile] = []
@@ -307,6 +308,7 @@ class ExactlyOnceEngine(ABC):
 
     def load(self, store: Store, folder: str) -> None:
         self._require_onloaded()
+        self._end_copying()
         with raising_together(self._world_size, self._device):
             state = read_sealed(store, folder, self._description, {FORMAT: PartsState, **self._older})
         if isinstance(state, PartsState):
@@ -388,6 +390,7 @@ class ExactlyOnceEngine(ABC):
             metrics |= self._learners[role].accumulate_gradients(batch, step.micro_batches, step.weights)
             metrics[_of(role, "grad_norm")] = self._learners[role].grad_norm()
         self._require_finite(metrics)
+        self._end_copying()
         self._interrupted = "train"
         for role in roles:
             lr, decay = self._rates(role)
@@ -445,6 +448,11 @@ class ExactlyOnceEngine(ABC):
                 f"checkpoint {folder} is damaged: the loaded state has digest {loaded}, but {state_digest} was saved"
             )
         self._interrupted = None
+
+    def _end_copying(self) -> None:
+        """Wait until what `copy_state` began is copied. Whatever changes or moves the state calls this before."""
+        if self._copy is not None:
+            self._copy.wait()
 
     def _held_copy(self) -> HostCopy:
         if self._copy is None:

@@ -112,6 +112,11 @@ class HostCopy:
     """Content of each file, uint8."""
     parts: list[tuple[Region, torch.dtype, int, int]]
     """Region, number format, file and offset of each part."""
+    _made: Future[None]
+
+    def wait(self) -> None:
+        """Wait until all is copied; until then the state may not change."""
+        self._made.result()
 
     @property
     def bytes(self) -> int:
@@ -122,7 +127,8 @@ class HostCopy:
 def copy_to_host(
     parts: NamedParts, *, rank: int, weight_version: int, state_digest: str, room: Sequence[torch.Tensor] = ()
 ) -> HostCopy:
-    """Copy a rank's part of a state to the host, pinned where it lies on a GPU.
+    """Begin to copy a rank's part of a state to the host, pinned where it lies on a GPU. A thread copies while the
+    model's passes go on; `HostCopy.wait` comes before the next change of the state.
 
     `room`: the files of an earlier copy, to write over: new memory takes several times as long as the copy itself.
     """
@@ -136,6 +142,7 @@ def copy_to_host(
     else:
         files = [torch.empty(length, dtype=torch.uint8, pin_memory=pinned) for length in sizes]
     places: list[tuple[Region, torch.dtype, int, int]] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     at = 0
     for region, values in listed:
         first = 0
@@ -143,15 +150,32 @@ def copy_to_host(
             file, offset = divmod(at, size)
             last = min(len(region), first + (size - offset) // values.itemsize)
             end = offset + (last - first) * values.itemsize
-            files[file][offset:end].view(values.dtype).copy_(values[first:last], non_blocking=True)
+            copies.append((files[file][offset:end], values[first:last].view(torch.uint8)))
             places.append((region.part(first, last), values.dtype, file, offset))
-            padding = -(end - offset) % _ALIGNMENT
-            files[file][end : end + padding] = 0  # so that equal states have equal files
+            if padding := -(end - offset) % _ALIGNMENT:
+                files[file][end : end + padding] = 0  # so that equal states have equal files
             at += end - offset + padding
             first = last
-    if pinned:
-        torch.cuda.synchronize()
-    return HostCopy(rank, weight_version, state_digest, files, places)
+    copier = ThreadPoolExecutor(1, thread_name_prefix="copy")
+    stream = torch.cuda.Stream() if pinned else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    made = copier.submit(_copy, copies, stream)
+    copier.shutdown(wait=False)
+    return HostCopy(rank, weight_version, state_digest, files, places, made)
+
+
+def _copy(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: "torch.cuda.Stream | None") -> None:
+    """Copy bytes to the host, from GPUs on a stream. NumPy copies in one thread; PyTorch's several would wait for each
+    other where the passes keep all cores busy."""
+    if stream is None:
+        for into, source in copies:
+            np.copyto(into.numpy(), source.numpy())
+        return
+    with torch.cuda.stream(stream):
+        for into, source in copies:
+            into.copy_(source, non_blocking=True)
+    stream.synchronize()
 
 
 def write_copy(store: Store, folder: str, copy: HostCopy) -> list[StoredFile]:
@@ -159,6 +183,7 @@ def write_copy(store: Store, folder: str, copy: HostCopy) -> list[StoredFile]:
 
     Calls no other rank, so it may run while the rank trains.
     """
+    copy.wait()
 
     def write(number: int) -> PartFile:
         data = copy.files[number].numpy().tobytes()

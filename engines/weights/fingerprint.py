@@ -16,7 +16,7 @@ import torch
 
 _BLOCK = 1 << 16
 _AT_A_TIME = 1 << 22
-_BLOCKS_AT_A_TIME = {"cpu": 1}  # a block stays in a CPU's cache; a GPU wants large kernels
+_BLOCKS_AT_A_TIME = 256  # a GPU wants large kernels
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -29,8 +29,9 @@ def fingerprint(tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
         offset: number of elements before it in the flattened whole.
     """
     bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    if not bits.is_cuda:
+        return _on_cpu(bits.numpy(), offset)
     columns = _column_factors(bits.device)
-    blocks_at_a_time = _BLOCKS_AT_A_TIME.get(bits.device.type, 256)
     total = torch.zeros(2, dtype=torch.int64, device=bits.device)
     done = 0
     while (left := bits.numel() - done) > 0:
@@ -38,12 +39,29 @@ def fingerprint(tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
         if column or left < _BLOCK:
             rows, width = 1, min(_BLOCK - column, left)
         else:
-            rows, width = min(left // _BLOCK, blocks_at_a_time), _BLOCK
+            rows, width = min(left // _BLOCK, _BLOCKS_AT_A_TIME), _BLOCK
         piece = bits[done : done + rows * width].view(rows, 1, width).to(torch.int64)
         sums = (piece * columns[:, column : column + width]).sum(-1)
         total += (sums * _block_factors(block, rows, bits.device)).sum(0)
         done += rows * width
     return total
+
+
+def _on_cpu(bits: np.ndarray, offset: int) -> torch.Tensor:
+    """Return `fingerprint` of raw bits, block by block, which stay in a core's cache. NumPy takes one thread; PyTorch's
+    several would wait for each other after every block, for most of the time where ranks share cores."""
+    columns = _column_factors(torch.device("cpu")).numpy()
+    total = np.zeros(2, np.int64)
+    done = 0
+    while (left := len(bits) - done) > 0:
+        block, column = divmod(offset + done, _BLOCK)
+        width = min(_BLOCK - column, left)
+        piece = bits[done : done + width].astype(np.int64)
+        total += (
+            columns[:, column : column + width].dot(piece) * _block_factors(block, 1, torch.device("cpu"))[0].numpy()
+        )
+        done += width
+    return torch.from_numpy(total)
 
 
 def digest(tensors: Sequence[tuple[str, Sequence[int], str]], fingerprints: torch.Tensor, *extra: str) -> str:

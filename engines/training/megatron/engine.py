@@ -159,6 +159,7 @@ class MegatronEngine(ExactlyOnceEngine):
         self._require_intact()
         if not self._offloaded:
             self.state_digest()  # part of the position, which may be requested at any time
+            self._end_copying()
             for learner in self._learners.values():
                 learner.state.offload()
             self._frozen_memory.free(self._frozen, ())

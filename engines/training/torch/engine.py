@@ -167,6 +167,7 @@ class TorchEngine(ExactlyOnceEngine):
         self._require_intact()
         if not self._offloaded:
             self.state_digest()  # part of the position, which may be requested at any time
+            self._end_copying()
             offload(self._models(), self._optimizers())
             self._offloaded = True
 

@@ -1,4 +1,6 @@
 import hashlib
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,52 @@ def test_a_copy_is_of_the_state_it_was_made_of_whatever_is_trained_since(folder:
     engine.drop_copy()
     with pytest.raises(EngineError, match="holds no copy"):
         engine.write_copy(store, "c")
+
+
+def step(engine: TorchEngine, store: Store) -> None:
+    engine.train(BATCH, num_steps=1, expected_version=2, input_digest="d")
+
+
+def load_earlier(engine: TorchEngine, store: Store) -> None:
+    engine.load(store, "earlier")
+
+
+def move(engine: TorchEngine, store: Store) -> None:
+    state = [tensor for named in engine._state().values() for _, tensor in named]
+    engine.offload()
+    for tensor in state:
+        tensor.detach().zero_()  # as a GPU's memory is another's then
+
+
+@pytest.mark.parametrize("change", [step, load_earlier, move])
+def test_a_change_of_the_state_waits_for_a_slow_copy_of_it(
+    folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch, change: Callable[[TorchEngine, Store], None]
+) -> None:
+    trained(folder, 1).save(store, "earlier")
+    engine, passed = trained(folder), threading.Event()
+    digest, copy = engine.state_digest(), parts._copy
+    accumulate = engine._learners["actor"].accumulate_gradients
+
+    def slowly(*args: Any) -> None:
+        if change is step:
+            assert passed.wait(60), "the passes of the model wait too"
+        time.sleep(1)
+        copy(*args)
+
+    def noted(*args: Any) -> dict[str, float]:
+        metrics = accumulate(*args)
+        passed.set()
+        return metrics
+
+    monkeypatch.setattr(parts, "_copy", slowly)
+    monkeypatch.setattr(engine._learners["actor"], "accumulate_gradients", noted)
+    engine.copy_state()
+    change(engine, store)
+    files = engine.write_copy(store, "c")
+    engine.describe_copy(store, "c", files[-1:])
+    other = make_engine(folder)
+    other.load(store, "c")
+    assert other.state_digest() == digest
 
 
 class Counting:
