@@ -33,24 +33,26 @@ from cairn.storage.store.canonical import from_json
 FORMAT = "1"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LONGEST_GAP = 255
+_BLOCK = 2**17
+"""Elements that are decoded at once: what is computed of them stays in the processor's cache."""
 _LEVEL = 1
 """Level of zstd. Higher ones are slower and save nothing: what is left is close to the entropy of gaps and signs."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """The changed elements of a tensor."""
+    """Some changed elements of a tensor."""
 
     name: str
     positions: torch.Tensor
-    """[changed] int64: places in the flattened tensor, ascending."""
+    """[changed] int32 or int64: places in the flattened tensor, ascending."""
     steps: torch.Tensor
     """[changed] integers of the element's size: new bits − old bits, modulo 2^bits."""
 
     def apply_to(self, tensor: torch.Tensor) -> None:
         """Change the bits of the tensor in place, on its device; it must be contiguous."""
-        bits, positions = bits_of(tensor), self.positions.to(tensor.device)
-        bits[positions] += self.steps.to(tensor.device)
+        device = tensor.device
+        bits_of(tensor).index_add_(0, self.positions.to(device), self.steps.to(device))
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,38 +138,59 @@ def decode(data: bytes, tensors: Mapping[str, torch.Tensor]) -> Iterator[Change]
             raise ValueError(
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)}, and the difference was made from {dtype} {shape}"
             )
-    decoded = {}
     for size, (changed, length) in counts.items():
-        elements = sum(prod(shape) for _, dtype, shape in entries if dtype.itemsize == size)
-        if not 0 < changed <= elements or not changed <= length <= changed + elements // _LONGEST_GAP:
-            raise ValueError(f"{changed} changes of {elements} elements in {length} bytes are not possible")
-        decoded[size] = _positions(parts, size, changed, length, elements), _steps(parts, size, changed)
-    starts = dict.fromkeys(counts, 0)
-    places = dict.fromkeys(counts, 0)
-    for name, dtype, shape in entries:
-        positions, steps = decoded[dtype.itemsize]
-        begin, start = places[dtype.itemsize], starts[dtype.itemsize]
-        end = int(np.searchsorted(positions, start + prod(shape)))
-        yield Change(name, torch.from_numpy(positions[begin:end] - start), steps[begin:end])
-        places[dtype.itemsize], starts[dtype.itemsize] = end, start + prod(shape)
+        yield from _changes(parts, size, changed, length, [entry for entry in entries if entry[1].itemsize == size])
 
 
-def _positions(parts: dict[str, np.ndarray], size: int, changed: int, length: int, elements: int) -> np.ndarray:
+def _changes(
+    parts: dict[str, np.ndarray],
+    size: int,
+    changed: int,
+    length: int,
+    entries: list[tuple[str, torch.dtype, tuple[int, ...]]],
+) -> Iterator[Change]:
+    """Yield the changes of the tensors of one element size."""
+    elements = sum(prod(shape) for _, _, shape in entries)
+    if not 0 < changed <= elements or not changed <= length <= changed + elements // _LONGEST_GAP:
+        raise ValueError(f"{changed} changes of {elements} elements in {length} bytes are not possible")
     gaps = _decompressed(parts, f"{size}.gaps", length)
-    ends = np.flatnonzero(gaps != _LONGEST_GAP)
-    if len(ends) != changed or ends[-1] != length - 1:
-        raise ValueError(f"its gaps lead to {len(ends)} changes, and it has {changed}")
-    positions: np.ndarray = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(changed)
-    if positions[-1] >= elements:
-        raise ValueError("its gaps lead beyond its tensors")
-    return positions
-
-
-def _steps(parts: dict[str, np.ndarray], size: int, changed: int) -> torch.Tensor:
     planes = _decompressed(parts, f"{size}.steps", changed * size).reshape(size, changed)
-    zigzag = np.ascontiguousarray(planes.T).view(f"<u{size}").reshape(-1)
-    steps = (zigzag >> 1) ^ -(zigzag & 1)
-    return torch.from_numpy(steps.view("u1" if size == 1 else f"i{size}"))
+    tensors = ((name, prod(shape)) for name, _, shape in entries)
+    (name, room), start, found, passed = next(tensors), 0, 0, 0
+    for begin in range(0, length, _BLOCK):
+        block = gaps[begin : begin + _BLOCK]
+        last = block != _LONGEST_GAP
+        ends = np.cumsum(block + last, dtype=np.int32)  # at most 255 for each byte
+        here, next_passed = int(np.count_nonzero(last)), passed + int(ends[-1])
+        if found + here > changed or next_passed > elements:
+            raise ValueError(f"its gaps lead beyond {changed} changes of {elements} elements")
+        if here < len(block):
+            ends = ends[last]
+        steps, taken = _steps(planes[:, found : found + here]), 0
+        while taken < here:
+            limit = min(max(start + room - passed, 0), int(ends[-1]))
+            if (upto := int(np.searchsorted(ends, np.int32(limit), "right"))) > taken:
+                places = np.add(ends[taken:upto], passed - start - 1, dtype=np.int32 if room < 2**31 else np.int64)
+                yield Change(name, torch.from_numpy(places), torch.from_numpy(steps[taken:upto]))
+                taken = upto
+            else:
+                start, (name, room) = start + room, next(tensors)
+        found, passed = found + here, next_passed
+    if found < changed or gaps[-1] == _LONGEST_GAP:
+        raise ValueError(f"its gaps lead to {found} changes, and it has {changed}")
+
+
+def _steps(planes: np.ndarray) -> np.ndarray:
+    """Return [changed] integers from [size, changed], their bytes."""
+    size = len(planes)
+    zigzag = planes[-1].astype(f"<u{size}")
+    for plane in planes[-2::-1]:
+        zigzag <<= 8
+        zigzag |= plane
+    sign = -(zigzag & 1)
+    zigzag >>= 1
+    zigzag ^= sign
+    return zigzag.view("u1" if size == 1 else f"<i{size}")
 
 
 def _header(data: bytes) -> dict[str, Any]:
@@ -204,6 +227,6 @@ def _decompressed(parts: dict[str, np.ndarray], name: str, size: int) -> np.ndar
     if part is None or part.dtype != np.uint8:
         raise ValueError(f"it lacks its part {name}")
     try:
-        return np.frombuffer(pa.Codec("zstd").decompress(part.tobytes(), size), np.uint8)
+        return np.frombuffer(pa.Codec("zstd").decompress(pa.py_buffer(part), size), np.uint8)
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         raise ValueError(f"its part {name} cannot be decompressed: {error!s:.200}") from None

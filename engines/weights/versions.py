@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import chain
+from threading import BoundedSemaphore, Lock
 from typing import TypeVar
 
 import torch
@@ -138,8 +139,15 @@ def read_version(store: Store, versions: Sequence[StoredVersion]) -> Tensors:
     tensors: Tensors = {}
     for content in _contents(store, [whole], WHOLE, load_safetensors):
         tensors |= content
-    for found in _contents(store, later, DIFFERENCE, partial(_changes, tensors)):
-        apply(found, tensors)
+    in_use = {name: Lock() for name in tensors}
+
+    def change(data: bytes) -> None:
+        for one in decode(data, tensors):
+            with in_use[one.name]:
+                one.apply_to(tensors[one.name])
+
+    for _ in _contents(store, later, DIFFERENCE, change):  # in any order: steps are added, modulo 2^bits
+        pass
     return tensors
 
 
@@ -194,13 +202,14 @@ def _changes(tensors: Mapping[str, torch.Tensor], data: bytes) -> list[Change]:
 def _contents(
     store: Store, versions: Iterable[StoredVersion], kind: str, parse: Callable[[bytes], Content]
 ) -> Iterator[Content]:
-    """Yield what every file holds, in order; all are of one kind. The next files are read and decompressed
-    meanwhile."""
+    """Yield what every file holds, in order; all are of one kind. The next files are read meanwhile, and parsed by as
+    many threads as there are processors: more would only take memory and each other's cache."""
+    parsing = BoundedSemaphore(_threads())
     with ThreadPoolExecutor(REQUESTS, "weights") as pool:
         running: deque[Future[Content]] = deque()
         for version in versions:
             for file in version.files:
-                running.append(pool.submit(_content, store, version, file, kind, parse))
+                running.append(pool.submit(_content, store, version, file, kind, parse, parsing))
                 if len(running) > REQUESTS:
                     yield running.popleft().result()
         for content in running:
@@ -208,7 +217,12 @@ def _contents(
 
 
 def _content(
-    store: Store, version: StoredVersion, file: StoredFile, kind: str, parse: Callable[[bytes], Content]
+    store: Store,
+    version: StoredVersion,
+    file: StoredFile,
+    kind: str,
+    parse: Callable[[bytes], Content],
+    parsing: BoundedSemaphore,
 ) -> Content:
     if is_whole([file]) is not (kind == WHOLE):
         raise Damaged(f"{file.path} is not what {version.name} needs: a whole version comes first, and only there")
@@ -216,16 +230,17 @@ def _content(
         data = store.read(file.path)
     except FileNotFoundError:
         raise Damaged(f"{file.path}, a part of {version.name}, is missing") from None
-    sha256 = hashlib.sha256(data).hexdigest()
-    if (len(data), sha256) != (file.bytes, file.sha256):
-        raise Damaged(
-            f"{file.path}, a part of {version.name}, is damaged: {file.bytes} bytes with SHA-256 {file.sha256} were "
-            f"committed, {len(data)} bytes with {sha256} were read"
-        )
-    try:
-        return parse(data)
-    except (SafetensorError, ValueError) as error:
-        raise Damaged(f"{file.path}, a part of {version.name}, is damaged: {error}") from None
+    with parsing:
+        sha256 = hashlib.sha256(data).hexdigest()
+        if (len(data), sha256) != (file.bytes, file.sha256):
+            raise Damaged(
+                f"{file.path}, a part of {version.name}, is damaged: {file.bytes} bytes with SHA-256 {file.sha256} "
+                f"were committed, {len(data)} bytes with {sha256} were read"
+            )
+        try:
+            return parse(data)
+        except (SafetensorError, ValueError) as error:
+            raise Damaged(f"{file.path}, a part of {version.name}, is damaged: {error}") from None
 
 
 def _rounded(name: str, tensor: torch.Tensor, dtype: torch.dtype, room: torch.Tensor | None) -> torch.Tensor:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
+from cairn.engines.weights import differences
 from cairn.engines.weights.differences import FORMAT, _compressed, bits_of, decode, encode
 
 FORMATS = {
@@ -57,10 +58,12 @@ def equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     return first.dtype == second.dtype and first.shape == second.shape and torch.equal(bits_of(first), bits_of(second))
 
 
-@given(pairs())
+@given(pairs(), st.sampled_from([1, 7, 256, differences._BLOCK]))
 @settings(max_examples=150, deadline=None)
-def test_any_bits_become_any_others(given: list[Pair]) -> None:
-    result = applied(encode(given), {name: old for name, old, _ in given})
+def test_any_bits_become_any_others(given: list[Pair], block: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(differences, "_BLOCK", block)
+        result = applied(encode(given), {name: old for name, old, _ in given})
     assert all(equal(result[name], new) for name, _, new in given)
 
 
@@ -132,6 +135,28 @@ def test_a_difference_changes_no_more_than_there_is(claims: list[tuple[str, str,
     forged = save(parts, metadata={"cairn.difference": FORMAT, "header": json.dumps(header)})
     with pytest.raises(ValueError, match=error):
         next(decode(forged, {"w": torch.zeros(8, dtype=torch.bfloat16)}))
+
+
+@pytest.mark.parametrize("block", [1, 3, differences._BLOCK])
+@pytest.mark.parametrize(
+    ("gaps", "error"),
+    [
+        ([0, 0, 300], "lead beyond 3 changes of 302 elements"),
+        ([0, 0, 0, 0], "lead beyond 3 changes of 302 elements"),
+        ([0, 255, 0], "lead to 2 changes, and it has 3"),
+        ([0, 0, 0, 255], "lead to 3 changes, and it has 3"),
+    ],
+)
+def test_gaps_lead_to_as_many_changes_of_its_tensors(
+    gaps: list[int], error: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(differences, "_BLOCK", block)
+    stored = np.array([byte for gap in gaps for byte in ([255, gap - 255] if gap > 255 else [gap])], np.uint8)
+    parts = {"1.gaps": _compressed(stored), "1.steps": _compressed(np.full(3, 2, np.uint8))}
+    header = {"tensors": [("v", "uint8", [2]), ("w", "uint8", [300])], "counts": {"1": (3, len(stored))}}
+    forged = save(parts, metadata={"cairn.difference": FORMAT, "header": json.dumps(header)})
+    with pytest.raises(ValueError, match=error):
+        list(decode(forged, {"v": torch.zeros(2, dtype=torch.uint8), "w": torch.zeros(300, dtype=torch.uint8)}))
 
 
 def test_other_bytes_are_no_difference() -> None:
