@@ -18,6 +18,7 @@ anything, and equal requests lead to the same file.
 """
 
 import hashlib
+import math
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -95,11 +96,23 @@ class Evaluation(Marker):
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> "Evaluation":
         """Parse a result. Raises Damaged, naming `path`, unless `data` are the bytes that were committed at `path`."""
-        with naming_damaged(f"result {path}"):
+        with naming_damaged(f"result {path}", "delete its folder, and it is evaluated anew"):
             result = cls.unsealed(data)
+            _require_sound(result)
         if layout.evaluation_result(result.key.folder) != path:
             raise Damaged(f"result {path} is in the wrong place: it names {result.key.folder}")
         return result
+
+
+def _require_sound(result: Evaluation) -> None:
+    """Raise ValueError unless a result has what every result has."""
+    if not math.isfinite(score := result.metrics.get("score", math.nan)):
+        raise ValueError(f"its score is {score}")
+    iteration = result.origin.get("iteration")
+    if iteration is not None and (type(iteration) is not int or iteration < 0):
+        raise ValueError(f"its weights come from iteration {iteration!r:.100}")
+    if len(result.outputs) != 1:
+        raise ValueError(f"it has {len(result.outputs)} tables")
 
 
 class Claim:

@@ -2,7 +2,7 @@
 
 import typer
 
-from cairn.flows.cli.app import app
+from cairn.flows.cli.app import app, main
 from cairn.flows.cli.benchmarks import benchmarks
 from cairn.flows.cli.board import board, watch
 from cairn.flows.cli.command import command
@@ -20,7 +20,7 @@ from cairn.flows.cli.traces import traces
 from cairn.flows.cli.training import resume, train, up, validate
 from cairn.flows.cli.trying import try_recipe
 
-__all__ = ["app"]
+__all__ = ["app", "main"]
 
 GROUPS = {
     "Run": (train, resume, validate, try_recipe, plan, fork, up),

@@ -4,8 +4,11 @@ Exit codes: 0 done, 1 a run failed or a ledger has findings, 2 bad input, 3 the 
 rejected, 75 preempted (`cairn resume` continues the run), 130 interrupted, 143 `cairn up` was terminated.
 """
 
+import atexit
 import io
+import os
 import sys
+from contextlib import suppress
 from json import dumps
 from typing import Annotated, Any
 
@@ -80,6 +83,33 @@ def cairn(
 
     bypass_proxy_for_loopback()
     defer_compiler()
+
+
+def main() -> None:
+    """Run the command line: the program `cairn`.
+
+    At its end the process does not take the interpreter down. Threads of libraries may still free what they have read,
+    such as Arrow's, and one that needs the interpreter while it goes ends the process with SIGABRT and 134
+    (https://github.com/apache/arrow/issues/34314). All else that happens at an exit does: threads are joined, and the
+    functions of `atexit` are called.
+    """
+    code = FAILED
+
+    def leave() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(ValueError):  # the stream is closed
+                try:
+                    stream.flush()
+                except OSError:  # a full disk: what was printed is not whole
+                    os._exit(code or FAILED)
+        os._exit(code)
+
+    atexit.register(leave)  # called last, since the commands' own functions are registered later
+    try:
+        app()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else FAILED if end.code else 0
+        raise
 
 
 def exit_code(error: Exception) -> int | None:

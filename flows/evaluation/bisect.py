@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from cairn.configs.errors import BadInput
+from cairn.configs.errors import BadInput, Failure
 from cairn.configs.schema.evaluation import Benchmark, EngineOptions
 from cairn.engines.training.batching import split_steps
 from cairn.engines.types.types import TrainBatch
@@ -36,11 +36,11 @@ from cairn.storage.evals import Evaluation, results
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.records import Record
-from cairn.storage.store.errors import Retired
+from cairn.storage.store.errors import Retired, StoreError
 from cairn.storage.store.store import Store
 from cairn.tasks.durable.context import RunContext
 from cairn.tasks.durable.events import Message
-from cairn.tasks.trainer.recovery import ReplayDiverged, committed_batch, require_unredacted, restore_trainer
+from cairn.tasks.trainer.recovery import committed_batch, require_unredacted, restore_trainer
 
 INITIAL = -1
 """Number of the version before the first update."""
@@ -283,7 +283,9 @@ def bisect(
     number_of_groups, not_made = 0, None
     try:
         effects, number_of_groups = _without_groups(ledger, culprit, groups, evaluations)
-    except (Retired, ReplayDiverged) as error:  # the update is found all the same
+    except StoreError:
+        raise
+    except (Failure, BadInput) as error:  # the update is found all the same
         not_made = str(error)
     return Bisected(
         run=ledger.run,
@@ -324,7 +326,7 @@ def _best_before(ledger: Ledger, bad: int, result: Evaluation) -> int:
         if one.origin.get("run") == ledger.run and questions_digest(one) == questions_digest(result)
     )
     numbers = ((one.metrics["score"], one.origin.get("iteration")) for one in same)
-    scores = [(score, INITIAL if version is None else int(str(version))) for score, version in numbers]
+    scores = [(score, version if isinstance(version, int) else INITIAL) for score, version in numbers]
     earlier = [(score, version) for score, version in scores if version < bad]
     return max(earlier, default=(0.0, INITIAL))[1]
 

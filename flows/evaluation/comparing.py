@@ -20,6 +20,7 @@ from pydantic import JsonValue
 from cairn.flows.text import percent
 from cairn.storage.evals import Evaluation, read_samples, results
 from cairn.storage.store import canonical
+from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store
 from cairn.tasks.evaluation.benchmarks.summary import Z95
 
@@ -96,8 +97,11 @@ def _spelled(value: JsonValue) -> str:
 
 def compare(store: Store, result: Evaluation, baseline: Evaluation, margin: float = 0.0) -> Comparison:
     """Compare a result with a baseline on the same questions. Reads the rows of both. Raises Damaged."""
-    rewards, base = (_by_question(read_samples(store, one)) for one in (result, baseline))
-    differences = np.asarray([rewards[question] - base[question] for question in sorted(rewards.keys() & base.keys())])
+    rewards, base = (_by_question(store, one) for one in (result, baseline))
+    common = sorted(rewards.keys() & base.keys())
+    if not common:
+        raise Damaged(f"the results in {result.key.folder} and {baseline.key.folder} have no question in common")
+    differences = np.asarray([rewards[question] - base[question] for question in common])
     difference = float(differences.mean())
     error = float(differences.std(ddof=1)) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
     return Comparison(difference, difference - Z95 * error, difference + Z95 * error, margin)
@@ -122,13 +126,17 @@ def _is_named(result: Evaluation, name: str) -> bool:
     return digest or name_of(result) in (name, str(Path(name).absolute()))
 
 
-def _by_question(rows: pa.Table) -> dict[int, float]:
+def _by_question(store: Store, result: Evaluation) -> dict[int, float]:
     """Return the mean reward of each question. A failed sample counts as wrong: 0, or the lowest reward of all where
-    that is less."""
+    that is less. Raises Damaged."""
+    rows = read_samples(store, result)
+    for name, fits in (("prompt_index", pa.types.is_integer), ("reward", pa.types.is_floating)):
+        if name not in rows.column_names or not fits(rows[name].type):
+            raise Damaged(f"the table of the result in {result.key.folder} has no column {name} of numbers")
     rewards = np.asarray([np.nan if one is None else one for one in rows["reward"].to_pylist()], np.float64)
     graded = rewards[~np.isnan(rewards)]
     rewards = np.nan_to_num(rewards, nan=min(0.0, float(graded.min()) if len(graded) else 0.0))
-    questions = rows["prompt_index"].to_numpy()
+    questions = rows["prompt_index"].fill_null(-1).to_numpy()
     return {int(question): float(rewards[questions == question].mean()) for question in np.unique(questions)}
 
 

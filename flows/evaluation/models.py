@@ -239,7 +239,10 @@ def _published(ledger: Ledger, match: re.Match[str], every: int) -> list[Commit]
     if not wanted or wanted[-1] > newest:
         raise BadPlace(f"{match[0]!r} names an iteration that is not published: {ledger.run!r} has 0 to {newest}")
     commits = [ledger.find(iteration, Step.SYNC) for iteration in wanted]
-    return [synced for synced in commits if synced is not None]
+    published = [synced for synced in commits if synced is not None]
+    if not published:
+        raise BadPlace(f"{match[0]!r} names no published iteration; the newest one of {ledger.run!r} is {newest}")
+    return published
 
 
 def _initial(ledger: Ledger, config: RunConfig, options: EngineOptions) -> ModelFolder:

@@ -141,12 +141,12 @@ def naming_full(place: Path | str) -> Iterator[None]:
 
 
 @contextmanager
-def naming_damaged(file: str) -> Iterator[None]:
+def naming_damaged(file: str, way_out: str = "") -> Iterator[None]:
     """Raise Damaged, naming the file, if the block finds that it is not what was written: raises ValueError."""
     try:
         yield
     except ValueError as error:
-        raise Damaged(f"{file} cannot be trusted: {error}") from None
+        raise Damaged(f"{file} cannot be trusted: {error}{way_out and f'; {way_out}'}") from None
 
 
 class BadQuery(Exception):

@@ -19,6 +19,7 @@ from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store
 from cairn.storage.upkeep.evals import collect, garbage, verify
+from tests.tables import cases
 
 WEIGHTS, TOKENIZER = (hashlib.sha256(name).hexdigest() for name in (b"weights", b"tokenizer"))
 KEY = EvaluationKey(weights=WEIGHTS, tokenizer=TOKENIZER, benchmark="gsm8k", settings={"dtype": "float32"})
@@ -103,6 +104,30 @@ def test_samples_that_an_earlier_version_finished_are_there_too(store: Store) ->
         found = log.recover()
     assert found.schema.equals(GENERATED_EVAL)
     assert found.select(names).to_pylist() == finished.to_pylist()
+
+
+@cases(
+    ("field", "value", "said"),
+    [
+        ("origin", {"run": "toy", "iteration": "x"}, "its weights come from iteration 'x'"),
+        ("origin", {"run": "toy", "iteration": True}, "its weights come from iteration True"),
+        ("origin", {"run": "toy", "iteration": -1}, "its weights come from iteration -1"),
+        ("metrics", {"score": "NaN"}, "its score is nan"),
+        ("metrics", {"samples": 2.0}, "its score is nan"),
+        ("outputs", [], "it has 0 tables"),
+    ],
+)
+def test_a_result_of_another_writer_that_cannot_be_one_is_named_with_the_way_out(
+    store: Store, field: str, value: object, said: str
+) -> None:
+    with claimed(store) as claim:
+        made = commit(store, claim)
+    path = layout.evaluation_result(KEY.folder)
+    store.delete(path)
+    store.create(path, canonical.seal(made.as_fields() | {field: value}))
+    with pytest.raises(Damaged, match=f"{path} cannot be trusted: {said}; delete its folder, and it is evaluated anew"):
+        list(results(store))
+    store.delete(path)
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,21 @@ from cairn.storage.evals import Claim, Evaluation, EvaluationKey, find_or_claim
 from cairn.storage.ledger.decisions import Gate
 from cairn.storage.opening import open_store
 from cairn.storage.records import Environment
+from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store
 from tests.flows.written_runs import new_run, write_run
 
 
 def result(
-    store: Store, model: str, rewards: list[float | None], origin: dict[str, Any] | None = None, **settings: Any
+    store: Store,
+    model: str,
+    rewards: list[float | None],
+    origin: dict[str, Any] | None = None,
+    first: int = 0,
+    column: str = "reward",
+    **settings: Any,
 ) -> Evaluation:
-    """One reward a question."""
+    """One reward a question, from number `first` on."""
     weights, tokenizer = (hashlib.sha256(name.encode()).hexdigest() for name in (model, "tokenizer"))
     key = EvaluationKey(
         weights=weights,
@@ -31,7 +38,8 @@ def result(
     )
     claim = find_or_claim(store, key)
     assert isinstance(claim, Claim)
-    rows = pa.table({"prompt_index": list(range(len(rewards))), "reward": pa.array(rewards, pa.float32())})
+    questions = list(range(first, first + len(rewards)))
+    rows = pa.table({"prompt_index": questions, column: pa.array(rewards, pa.float32())})
     with claim:
         attempt = claim.attempt()
         return claim.commit(
@@ -121,6 +129,16 @@ def test_a_regression_opens_the_gate_of_its_run_once_and_only_where_asked(tmp_pa
     assert (refused.exit_code, "needs --baseline" in refused.stderr) == (2, True)
     unknown = compared("--benchmark", "typo")
     assert (unknown.exit_code, "no result of a benchmark 'typo'" in unknown.stderr) == (2, True)
+
+
+def test_results_that_cannot_be_compared_are_named(store: Store) -> None:
+    """Their keys say that they are of the same questions, and another process has written what they say."""
+    one, other = result(store, "one", [1.0]), result(store, "other", [1.0], first=7)
+    with pytest.raises(Damaged, match=f"{one.key.folder} and {other.key.folder} have no question in common"):
+        compare(store, one, other)
+    odd = result(store, "odd", [1.0], column="rewards")
+    with pytest.raises(Damaged, match=f"{odd.key.folder} has no column reward of numbers"):
+        compare(store, one, odd)
 
 
 def test_groups_of_one_benchmark_say_what_differs(store: Store) -> None:
