@@ -132,33 +132,6 @@ def _all() -> dict[str, Hardware]:
     return {name: Hardware.model_validate(entry) for name, entry in values.items()}
 
 
-# slime's scripts, beside which the recipes of published models stand.
-
-
-SLIME_SCRIPTS = Path(__file__).parent / "slime_scripts.yaml"
-
-
-class SlimeScript(Section):
-    """A script of slime and the GPUs that it asks for."""
-
-    gpus: int = Field(gt=0)
-    """GPUs of training and rollout engines together."""
-
-    offload: bool
-    """Whether the optimizer is in the host's memory."""
-
-    gpu: str = "h100"
-    """Type of the GPUs."""
-
-
-def slime_script(recipe: Path) -> tuple[str, SlimeScript] | None:
-    """Return the script that a recipe's head names, and its needs; None where the head names none."""
-    named = re.search(r"scripts/([\w.-]+)\.sh", recipe.read_text("utf-8").partition("\n\n")[0])
-    if named is None:
-        return None
-    return named[1], SlimeScript.model_validate(parse_yaml(SLIME_SCRIPTS.read_text("utf-8"))[named[1]])
-
-
 # The `config.json` of published models, in `models/OWNER/NAME.json`, so that a recipe can be checked and planned
 # without a download. Entries that do not affect the architecture are left out.
 

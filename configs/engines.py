@@ -4,12 +4,26 @@ An engine gets its configuration through a view of exactly these options. Their 
 calls the engine, so a sample or an update records which engine made it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.base import Section
+from cairn.configs.schema.training import TrainingConfig
 from cairn.configs.view import Reader, reads_under
+
+_OF_ADVANTAGES = (
+    *("rewards_normalization", "grpo_std_normalization", "normalize_advantages", "gamma", "lambd"),
+    *("bootstrap_truncated", "gdpo_reward_keys", "gdpo_reward_weights", "opd_kl_coef"),
+)
+"""Options of `algorithm` that only estimators of advantages and the driver read."""
+
+
+def _all_but(section: type[Section], name: str, *others: str) -> Iterator[str]:
+    """Yield all options of a section but some."""
+    return (f"{name}.{option}" for option in section.model_fields if option not in others)
+
 
 ENGINES: dict[str, tuple[str, ...]] = {
     "rollout": (
@@ -30,121 +44,23 @@ ENGINES: dict[str, tuple[str, ...]] = {
         "rollout.rollout_stop",
     ),
     "training": (
-        "training.engine",
-        "training.megatron",
-        "training.train_env_vars",
-        "training.world_size",
-        "training.num_gpus_per_rank",
-        "training.num_threads",
-        "training.dtype",
-        "training.deterministic_mode",
-        "training.gradient_checkpointing",
-        "training.fsdp_cpu_offload",
-        "training.sequence_packing",
-        "training.context_parallel_size",
-        "training.num_steps_per_rollout",
-        "training.max_tokens_per_gpu",
-        "training.micro_batch_size",
-        "training.optimizer",
-        "training.lr",
-        "training.min_lr",
-        "training.lr_decay_style",
-        "training.lr_warmup_iters",
-        "training.lr_warmup_fraction",
-        "training.lr_warmup_init",
-        "training.lr_decay_iters",
-        "training.lr_wsd_decay_style",
-        "training.lr_wsd_decay_iters",
-        "training.critic_lr",
-        "training.critic_lr_warmup_iters",
-        "training.critic",
-        "training.weight_decay",
-        "training.weight_decay_incr_style",
-        "training.start_weight_decay",
-        "training.end_weight_decay",
-        "training.reset_optimizer_states",
-        "training.moe_router_bias_update_rate",
-        "training.adam_beta1",
-        "training.adam_beta2",
-        "training.adam_eps",
-        "training.clip_grad",
-        "training.only_train_params_name_list",
-        "training.freeze_params_name_list",
-        "training.lora",
-        "algorithm.loss_type",
-        "algorithm.advantage_estimator",
-        "algorithm.kl_coef",
-        "algorithm.value_clip",
-        "algorithm.dpo_beta",
-        "algorithm.dpo_label_smoothing",
-        "algorithm.num_critic_only_steps",
-        "algorithm.eps_clip",
-        "algorithm.eps_clip_high",
-        "algorithm.eps_clip_c",
-        "algorithm.clip_cov_ratio",
-        "algorithm.clip_cov_lb",
-        "algorithm.clip_cov_ub",
-        "algorithm.kl_cov_ratio",
-        "algorithm.ppo_kl_coef",
-        "algorithm.entropy_coef",
-        "algorithm.use_kl_loss",
-        "algorithm.kl_loss_coef",
-        "algorithm.kl_loss_type",
-        "algorithm.ref_update_interval",
-        "algorithm.use_opd",
-        "algorithm.distillation_loss_coef",
-        "algorithm.distillation_topk",
-        "algorithm.use_rollout_logprobs",
-        "algorithm.use_rollout_routing_replay",
-        "algorithm.use_tis",
-        "algorithm.custom_tis_function_path",
-        "algorithm.tis_clip",
-        "algorithm.tis_clip_low",
-        "algorithm.use_opsm",
-        "algorithm.opsm_delta",
-        "algorithm.use_unbiased_kl",
-        "algorithm.tis_level",
-        "algorithm.tis_mode",
-        "algorithm.use_rs",
-        "algorithm.rs_level",
-        "algorithm.rs_lower_bound",
-        "algorithm.rs_upper_bound",
-        "algorithm.rs_veto_threshold",
-        "algorithm.tis_batch_normalize",
-        "algorithm.get_mismatch_metrics",
-        "algorithm.custom_pg_loss_reducer_function_path",
-        "algorithm.calculate_per_token_loss",
-        "algorithm.loss_scale_factor",
+        *_all_but(TrainingConfig, "training", "global_batch_size", "timeout", "distributed_timeout_minutes"),
+        *_all_but(AlgorithmConfig, "algorithm", *_OF_ADVANTAGES),
         "rollout.rollout_temperature",
     ),
 }
 
 
-_OF_MEGATRON = (
-    "tensor_model_parallel_size",
-    "sequence_parallel",
-    "context_parallel_size",
-    "cp_comm_type",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "microbatch_group_size_per_vp_stage",
-    "pipeline_model_parallel_layout",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "use_distributed_optimizer",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "optimizer_cpu_offload",
-    "optimizer_offload_fraction",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "use_precision_aware_optimizer",
-)
+LAYOUT_OF_MEGATRON = """
+    tensor_model_parallel_size sequence_parallel context_parallel_size cp_comm_type
+    pipeline_model_parallel_size virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage
+    pipeline_model_parallel_layout num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    expert_model_parallel_size expert_tensor_parallel_size use_distributed_optimizer
+    recompute_granularity recompute_method recompute_num_layers recompute_modules
+    optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d use_precision_aware_optimizer
+"""
+"""Those of Megatron's options that `LAYOUT` has."""
 
 LAYOUT: tuple[str, ...] = (
     "training.world_size",
@@ -153,7 +69,7 @@ LAYOUT: tuple[str, ...] = (
     "training.micro_batch_size",
     "training.gradient_checkpointing",
     "training.fsdp_cpu_offload",
-    *(f"training.megatron.{name}" for name in _OF_MEGATRON),
+    *(f"training.megatron.{name}" for name in LAYOUT_OF_MEGATRON.split()),
     "rollout.num_engines",
     "rollout.num_gpus_per_engine",
     "rollout.num_gpus_per_node",

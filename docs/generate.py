@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from cairn.configs.catalogue import benchmark_names, load_benchmark, slime_script
+from cairn.configs.catalogue import benchmark_names, load_benchmark
 from cairn.configs.counterparts import Counterpart, Table, counterparts
 from cairn.configs.loader import LIST_ITEM, Option, load, options
 from cairn.configs.schema.evaluation import Benchmark
@@ -215,6 +215,19 @@ def recipes() -> str:
     return before + begin + "\n" + "\n".join(tables) + "\n" + end + rest.split(end)[1]
 
 
+SLIME_SCRIPTS = DOCS.parent / "configs" / "slime_scripts.yaml"
+"""Needs of slime's scripts, beside which the recipes of published models stand: `gpus` of training and rollout engines
+together, their type `gpu`, and whether the optimizer is in the host's memory, `offload`."""
+
+
+def slime_script(recipe: Path) -> tuple[str, dict[str, Any]] | None:
+    """The script that a recipe's head names, and its needs; None where the head names none."""
+    named = re.search(r"scripts/([\w.-]+)\.sh", recipe.read_text("utf-8").partition("\n\n")[0])
+    if named is None:
+        return None
+    return named[1], {"gpu": "h100", **parse_yaml(SLIME_SCRIPTS.read_text("utf-8"))[named[1]]}
+
+
 def _needs(file: Path) -> list[str]:
     """What `cairn plan` says of a recipe, beside the GPUs of slime's script."""
     config = load(file)
@@ -223,7 +236,8 @@ def _needs(file: Path) -> list[str]:
     assert plan.fits, file
     trains, host = plan.memory[0], plan.memory[-1]
     found = slime_script(file)
-    slime = f"{found[1].gpus} {found[1].gpu}{', optimizer on the host' * found[1].offload}" if found else "–"
+    needs = found[1] if found else {}
+    slime = f"{needs['gpus']} {needs['gpu']}{', optimizer on the host' * needs['offload']}" if found else "–"
     return [
         f"`{file.stem}`",
         f"{plan.gpus:g} {plan.gpu}",

@@ -13,7 +13,6 @@ from cairn.engines.plan.rates import bubble, model_size
 from cairn.engines.plan.serving import serving_problems
 from cairn.engines.training.needs import has_critic, scores_needed
 from cairn.engines.training.options import config_problems
-from cairn.flows.plan.host import host_rows
 from cairn.flows.plan.memory import (
     EngineMemory,
     RankMemory,
@@ -22,6 +21,7 @@ from cairn.flows.plan.memory import (
     engine_memory,
     engine_options,
     heaviest_rank,
+    host_rows,
     micro_batches,
     model_of_servers,
     most_at_once,

@@ -8,6 +8,7 @@ nothing and sends nothing.
 import base64
 import hashlib
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,7 +23,7 @@ from cairn.flows.reading.metrics import find_metric
 from cairn.flows.report.facts import duration
 from cairn.flows.text import number, percent
 
-# Groups of metrics that are drawn together. A metric that a run lacks is left out, and so is a panel without any.
+_HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -30,91 +31,17 @@ class Panel:
     """Curves over the iterations with a common axis."""
 
     title: str
-    unit: str
-    curves: tuple[tuple[str, str], ...]
+    curves: Sequence[tuple[str, str]]
     """(metric name in `docs/metrics.md`, label in the legend)."""
+    unit: str = ""
     log: bool = False
     """Whether the axis is logarithmic."""
     needs: str = ""
     """A metric without which the panel is not informative."""
 
 
-PANELS = (
-    Panel(
-        "Reward",
-        "",
-        (("rollout/raw_reward", "all samples generated"), ("rollout/trained/raw_reward", "those trained on")),
-    ),
-    Panel("Entropy", "nats a token", (("train/entropy_loss", "policy"),)),
-    Panel(
-        "KL divergence",
-        "nats a token",
-        (
-            ("train/ppo_kl", "old ‖ current"),
-            ("train/kl_loss", "from the reference, in the loss"),
-            ("rollout/kl", "from the reference, in the reward"),
-            ("rollout/opd_reverse_kl", "from the teacher"),
-        ),
-    ),
-    Panel(
-        "Response length",
-        "tokens",
-        (
-            ("rollout/response_len/mean", "mean"),
-            ("rollout/response_len/median", "median"),
-            ("rollout/response_len/max", "longest"),
-        ),
-    ),
-    Panel("Policy loss", "", (("train/loss", "loss"), ("train/pg_loss", "policy"))),
-    Panel(
-        "Preferences",
-        "nats",
-        (
-            ("rollout/dpo/rewards/margins", "mean margin"),
-            ("rollout/dpo/rewards/chosen", "preferred"),
-            ("rollout/dpo/rewards/rejected", "the others"),
-        ),
-        needs="rollout/dpo/rewards/margins",
-    ),
-    Panel("Critic", "reward²", (("train/value_loss", "value loss"),)),
-    Panel(
-        "Values",
-        "reward",
-        (("rollout/values", "mean value"), ("rollout/returns", "mean return")),
-        needs="rollout/values",
-    ),
-    Panel(
-        "Gradient norm",
-        "",
-        (("train/grad_norm", "before clipping"), ("train/critic_grad_norm", "critic, before clipping")),
-    ),
-    Panel("Learning rate", "", (("train/lr", "policy"), ("train/critic_lr", "critic"))),
-    Panel(
-        "Clipped tokens",
-        "fraction",
-        (
-            ("train/pg_clipfrac", "ratio"),
-            ("train/tis_clipfrac", "importance weight"),
-            ("train/value_clipfrac", "value"),
-        ),
-    ),
-    Panel(
-        "Trainer and rollout engine",
-        "nats a token",
-        (
-            ("train/train_rollout_logprob_abs_diff", "mean difference of log-probs"),
-            ("train/train_rollout_logprob_abs_diff_max", "largest"),
-        ),
-        log=True,
-    ),
-    Panel("Truncated responses", "fraction", (("rollout/truncated_ratio", "of all samples generated"),)),
-    Panel(
-        "Calls of the policy", "a sample", (("rollout/policy_calls/mean", "mean"), ("rollout/policy_calls/max", "most"))
-    ),
-    Panel("Tool calls", "calls", (("rollout/tool_calls", "made"), ("rollout/tool_failures", "failed"))),
-    Panel("From the environment", "fraction", (("rollout/world_tokens_ratio", "of response tokens"),)),
-    Panel("Age of trained tokens", "publications", (("age/mean", "mean"), ("age/max", "oldest"))),
-    Panel("Throughput", "tokens/s", (("perf/tokens_per_gpu_per_sec", "generated, of one engine or GPU"),)),
+PANELS = tuple(
+    Panel(**entry) for entry in tomllib.loads((_HERE / "assets" / "panels.toml").read_text("utf-8"))["panels"]
 )
 
 _OFTEN_ZERO = {"age/mean", "age/max", "train/tis_clipfrac", "train/value_clipfrac"}
@@ -150,7 +77,6 @@ def meaning(name: str) -> str:
     return "" if metric is None else f"{metric.meaning} [{metric.unit}]" if metric.unit else metric.meaning
 
 
-_HERE = Path(__file__).parent
 _LIBRARIES = ("uPlot.iife.min.js", "tabulator.min.js")
 _LIBRARY_STYLES = ("uPlot.min.css", "tabulator_simple.min.css")
 _SCRIPTS = ("decode.js", "text.js", "curves.js", "tokens.js", "reader.js", "samples.js", "main.js")

@@ -71,7 +71,7 @@ def test_published_configs_make_models_of_the_published_sizes() -> None:
     assert sizes == pytest.approx({name: BILLIONS[name] for name in published_names()}, rel=0.01)
 
 
-ANEW = "write engines/plan/shapes.jsonl anew: python -m cairn.engines.plan.published"
+ANEW = "write engines/plan/shapes.jsonl anew: python -m tests.published_shapes"
 
 
 def is_as_the_library_makes_it(name: str) -> bool:

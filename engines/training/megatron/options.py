@@ -31,19 +31,9 @@ SOURCES = {
 """Files and classes whose fields declare the options, by the part of Megatron that takes them."""
 
 SET_BY_TRAINING = {
-    "adam_beta1": "adam_beta1",
-    "adam_beta2": "adam_beta2",
-    "adam_eps": "adam_eps",
-    "bf16": "dtype",
-    "clip_grad": "clip_grad",
-    "deterministic_mode": "deterministic_mode",
-    "fp16": "dtype",
-    "lr": "lr",
-    "min_lr": "min_lr",
-    "optimizer": "optimizer",
-    "params_dtype": "dtype",
-    "pipeline_dtype": "dtype",
-    "weight_decay": "weight_decay",
+    **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "dtype"),
+    **{name: name for name in ("adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "deterministic_mode")},
+    **{name: name for name in ("lr", "min_lr", "optimizer", "weight_decay")},
 }
 """Megatron's options that follow from an option of `training`, and that option."""
 

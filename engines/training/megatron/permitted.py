@@ -6,23 +6,17 @@ follow from something else.
 A module apart from `options.py`, because a check of a stored configuration needs no PyTorch.
 """
 
+from cairn.configs.engines import LAYOUT_OF_MEGATRON
+
 TESTED_VERSION = "0.19.2"
 """Version of megatron-core whose options these are; `backend.py` rejects any other."""
 
-LAYOUT = """
-    tensor_model_parallel_size sequence_parallel context_parallel_size cp_comm_type
-    pipeline_model_parallel_size virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage
-    pipeline_model_parallel_layout num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
-    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-    expert_model_parallel_size expert_tensor_parallel_size use_distributed_optimizer
-"""
-
 MEMORY = """
-    recompute_granularity recompute_method recompute_num_layers recompute_modules distribute_saved_activations
-    moe_layer_recompute num_microbatches_with_partial_activation_checkpoints deallocate_pipeline_outputs
-    cpu_offloading cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights
-    cpu_offloading_double_buffering fine_grained_activation_offloading offload_modules min_offloaded_tensor_size
-    memory_efficient_layer_norm disable_parameter_transpose_cache clone_scatter_output_in_embedding
+    distribute_saved_activations moe_layer_recompute num_microbatches_with_partial_activation_checkpoints
+    deallocate_pipeline_outputs cpu_offloading cpu_offloading_num_layers cpu_offloading_activations
+    cpu_offloading_weights cpu_offloading_double_buffering fine_grained_activation_offloading offload_modules
+    min_offloaded_tensor_size memory_efficient_layer_norm disable_parameter_transpose_cache
+    clone_scatter_output_in_embedding
 """
 
 COMMUNICATION = """
@@ -46,10 +40,6 @@ KERNELS = """
     cuda_graph_warmup_steps enable_cuda_graph external_cuda_graph use_te_rng_tracker use_cpu_initialization
 """
 
-HOST_OPTIMIZER = """
-    optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d use_precision_aware_optimizer
-"""
-
 CHECKS = "barrier_with_L1_time check_for_large_grads check_for_nan_in_grad"
 
-PERMITTED = frozenset(" ".join((LAYOUT, MEMORY, COMMUNICATION, KERNELS, HOST_OPTIMIZER, CHECKS)).split())
+PERMITTED = frozenset(" ".join((LAYOUT_OF_MEGATRON, MEMORY, COMMUNICATION, KERNELS, CHECKS)).split())

@@ -24,11 +24,6 @@ LR, CRITIC_LR, CLIP = 1e-3, 3e-3, 0.5
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def batch() -> TrainBatch:
     return make_batch(old=True)
 

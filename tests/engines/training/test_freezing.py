@@ -17,21 +17,10 @@ from cairn.engines.training.megatron.freezing import freezing_problems as freezi
 from cairn.engines.training.megatron.freezing import frozen_tensors
 from cairn.engines.training.torch.export import export_checkpoint
 from cairn.engines.types.errors import BadModel, EngineError
-from cairn.storage.opening import open_store
 from cairn.storage.store.store import Store
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
 
 BATCH = make_batch(old=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(str(tmp_path / "store"))
 
 
 def test_an_update_is_that_of_a_plain_loop_that_hands_adamw_the_rest_alone(folder: Path) -> None:

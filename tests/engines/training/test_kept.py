@@ -16,7 +16,7 @@ from cairn.engines.training.losses.objective import objective
 from cairn.engines.training.vocabulary import Softmax, evaluate
 from cairn.engines.types.types import SamplingParams, SamplingSupport, TrainBatch
 from tests.engines.rollout.models import rollout_config
-from tests.engines.training.builders import VOCABULARY, make_batch, make_engine, model_folder, sampled_tokens
+from tests.engines.training.builders import VOCABULARY, make_batch, make_engine, sampled_tokens
 from tests.requests import group
 
 CUT = {"top_p": 0.8, "top_k": 200}
@@ -95,11 +95,6 @@ def test_what_was_kept_follows_the_tokens_that_are_picked_and_joined() -> None:
     ]
     assert joined.first_without(np.array([3, 99, 6, 2])) is None
     assert joined.first_without(np.array([3, 99, 4, 2])) == 2
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -35,16 +35,6 @@ REFERENCE = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.05, kl_loss_type="k
 BATCH = make_batch(14, old=True, ref=True)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(str(tmp_path / "store"))
-
-
 def engine_with(folder: Path, **options: Any) -> TorchEngine:
     return make_engine(folder, **{"lora": LORA, "algorithm": REFERENCE, "lr": 1e-2, "adam_eps": EPS, **options})
 

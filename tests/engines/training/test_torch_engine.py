@@ -34,11 +34,6 @@ FULL = AlgorithmConfig(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def batch() -> TrainBatch:
     return make_batch(old=True, rollout=True, ref=True)
 

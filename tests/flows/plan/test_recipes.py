@@ -1,6 +1,7 @@
 """Recipes fit the machines that they name; those without GPUs fit small machines."""
 
 import json
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.exchanges import exchange_of
-from cairn.configs.catalogue import hardware, published_config, slime_script
+from cairn.configs.catalogue import hardware, published_config
 from cairn.configs.loader import load
 from cairn.engines.models.quantized import quantization_config
 from cairn.flows.plan.memory import engine_memory, rank_memory, weight_bytes
@@ -18,7 +19,8 @@ from cairn.flows.plan.planning import plan_of
 from cairn.flows.plan.subject import FP8, Plan, subject_of
 from tests.architectures import architecture
 
-RECIPES = Path(__file__).parents[3] / "configs" / "recipes"
+ROOT = Path(__file__).parents[3]
+RECIPES = ROOT / "configs" / "recipes"
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda file: file.stem)
@@ -58,17 +60,18 @@ def test_recipes_of_published_models_fit_the_gpus_and_the_machines_that_they_nam
 
 def test_no_recipe_needs_more_or_larger_gpus_than_slimes_script_for_the_model() -> None:
     """Where slime's script has the optimizer on the host, a second layout has it there too."""
+    slime_script = runpy.run_path(str(ROOT / "docs" / "generate.py"))["slime_script"]
     wrong = {}
     for recipe in sorted((RECIPES / "models").glob("*.yaml")):
         if (found := slime_script(recipe)) is None or recipe.stem.endswith("-offload"):
             continue
         script, needs = found
-        layout = recipe.with_stem(f"{recipe.stem}-offload") if needs.offload else recipe
+        layout = recipe.with_stem(f"{recipe.stem}-offload") if needs["offload"] else recipe
         plan = planned(layout)
         on_host = bool(load(layout).training.megatron.get("optimizer_cpu_offload"))
-        larger = hardware(plan.gpu).memory > hardware(needs.gpu).memory
-        if plan.gpus > needs.gpus or larger or on_host != needs.offload:
-            wrong[layout.stem] = f"{plan.gpus} {plan.gpu}, and {script} {needs.gpus} {needs.gpu}"
+        larger = hardware(plan.gpu).memory > hardware(needs["gpu"]).memory
+        if plan.gpus > needs["gpus"] or larger or on_host != needs["offload"]:
+            wrong[layout.stem] = f"{plan.gpus} {plan.gpu}, and {script} {needs['gpus']} {needs['gpu']}"
     assert wrong == {}
 
 
