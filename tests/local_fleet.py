@@ -330,7 +330,9 @@ class LocalFleet:
             handle.engine.end_weight_update()
             return time.perf_counter() - began
 
-    def serve(self, handle: LocalRollout, version: int, beside: Sequence[LocalRollout] = ()) -> None:
+    def serve(
+        self, handle: LocalRollout, version: int, beside: Sequence[LocalRollout] = (), *, checked_within: float = 0.0
+    ) -> None:
         with handle.serving:
             if handle.engine.get_weight_version() == version:
                 return

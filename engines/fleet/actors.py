@@ -254,6 +254,12 @@ class RolloutActor(EngineActor, ClientStreams, Keepers):
         """Confirm that what was streamed with this number, and all before it, is durable."""
         self._samples.acknowledge(number)
 
+    def end_update(self) -> int | None:
+        """End an update of the weights, and return the version that is served then."""
+        self._made.end_weight_update()
+        version: int | None = self._made.get_weight_version()
+        return version
+
     def usage(self) -> dict[str, int]:
         """Return usage counters; see `cairn.engines.rollout.base` and `cairn.engines.rollout.admission`."""
         return {**self._made.usage(), **self._admission.usage()}

@@ -7,8 +7,9 @@ Keepers whose users come while the engine works for others wait, and then go to 
                                                         c: make           └ generate ┌ finish
                                                         d: make                      └ generate, finish
 
-So an engine's calls do not grow with the keepers, and it generates for one of them at a time. What fails in one of them
-ends that one. The loss of the engine ends all of the call.
+So keepers that come at once take two calls, however many they are. A keeper that comes to an idle engine does not wait
+for others. The engine generates for one of them at a time. What fails in one of them ends that one. The loss of the
+engine ends all of the call.
 """
 
 import pickle
@@ -34,10 +35,11 @@ ABORT_INTERVAL = 0.5
 
 @dataclass(frozen=True)
 class Failed:
-    """Last message of a keeper that failed alone."""
+    """Last message of a keeper that failed."""
 
     error: Exception
-    trace: str
+    trace: str = ""
+    """Traceback in the engine's process; empty where the call failed, whose error has one."""
 
     @classmethod
     def of(cls, error: Exception) -> "Failed":
@@ -177,7 +179,9 @@ class Gathered:
         while True:
             message = asked.messages.get()
             if isinstance(message, Failed):
-                raise message.error from (Exception(message.trace) if message.trace else None)
+                if message.trace:
+                    raise message.error from EngineError(message.trace)
+                raise message.error
             yield message
             if isinstance(message, Finished):
                 return
@@ -189,12 +193,12 @@ class Gathered:
                 self._calling = bool(asked)
             if not asked:
                 return
-            failed = Failed(EngineError("the engine did not finish the samples"), "")
+            failed = Failed(EngineError("the engine did not finish the samples"))
             try:
                 for messages in self._call([one.make for one in asked]):
                     for place, message in messages:
                         asked[place].messages.put(message)
             except Exception as error:
-                failed = Failed(error, "")
+                failed = Failed(error)
             for one in asked:
                 one.messages.put(failed)  # which nobody reads where it has ended

@@ -1,6 +1,7 @@
 """The driver's handles on a rollout engine and on the router."""
 
 import threading
+import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -125,7 +126,8 @@ class RolloutHandle(ModelHandle):
         self.serving = threading.Lock()
         """Lock held while the engine is checked and updated to other weights."""
         self.last_check: tuple[float, int | None] = (0.0, None)
-        """Time at which the last successful check of the engine began, and the weight version that it serves since."""
+        """Time at which the last successful check of the engine began, or of a later message of a keeper; and the
+        weight version that it serves since."""
         self.routed: int | None = None
         """Weight version for which the router sends the engine requests; None where it sends none."""
 
@@ -144,12 +146,14 @@ class RolloutHandle(ModelHandle):
 
         Raises what `make` and the keeper raise, EngineDied and EngineTimeout.
         """
-        for message in self._keepers.keep(make):
-            yield replace(message, usage=self._counted(message.usage)) if isinstance(message, Finished) else message
+        with self._doubted_on_failure():
+            for message in self._keepers.keep(make):
+                yield replace(message, usage=self._counted(message.usage)) if isinstance(message, Finished) else message
 
     def _keep(self, makes: Sequence[Make]) -> Iterator[Messages]:
         begun = set[int]()
         for messages in self._stream(RolloutActor.keep, makes):
+            self.last_check = (time.monotonic(), self.last_check[1])  # its weights stay until this call ends
             if not begun.issuperset(place for place, _ in messages):
                 begun.update(place for place, _ in messages)
                 self._deadline.restart()
@@ -243,7 +247,7 @@ class RolloutHandle(ModelHandle):
 
     def start(self, deadline: Deadline, *, adopt: bool = False) -> None:
         with self._replacing:
-            self._batch_invariant = None
+            self._batch_invariant, self.last_check = None, (0.0, None)
             super().start(deadline, adopt=adopt)
 
     def usage(self) -> dict[str, int]:
@@ -278,9 +282,19 @@ class RolloutHandle(ModelHandle):
         if not self._busy.acquire(timeout=self._config.timeout):
             raise EngineTimeout(f"{self.actor.name} was busy for {self._config.timeout:g} s")
         try:
-            yield
+            with self._doubted_on_failure():
+                yield
         finally:
             self._busy.release()
+
+    @contextmanager
+    def _doubted_on_failure(self) -> Iterator[None]:
+        """Forget the last check of the engine where the body raises EngineError."""
+        try:
+            yield
+        except EngineError:
+            self.last_check = (0.0, None)
+            raise
 
     def idle(self, held: ExitStack) -> bool:
         """Return whether the engine is idle; hold it exclusively then, as `alone` does, until `held` is closed."""
@@ -311,7 +325,7 @@ class RolloutHandle(ModelHandle):
     def release_memory(self) -> None:
         """Release the engine's memory; see cairn.engines.rollout.base."""
         with self.alone():
-            self.routed = None  # its weights are lost
+            self.routed, self.last_check = None, (0.0, None)  # its weights are lost
             self.call(UPDATING, RolloutEngine.release_memory).result()
 
     def resume_memory(self, tag: MemoryTag) -> None:

@@ -44,6 +44,10 @@ from cairn.tasks.trainer.sync import serve
 if TYPE_CHECKING:
     from cairn.engines.fleet.rollout import RolloutHandle
 
+CHECKED_WITHIN = 30.0
+"""Seconds for which an engine is trusted to serve the weights of other shards of the round: the weights of each sample
+are checked, and a call tells whether the engine is lost."""
+
 READS = (
     "seed",
     "data",
@@ -108,7 +112,7 @@ def rollout(
     places = resumed_groups(run, earlier, resumed=resumed, part=part, parts=parts)
     by_place = {(commit.iteration, commit.shard): commit for commit in continued}
     engine = run.fleet.rollout[part % len(run.fleet.rollout)]
-    serve(run, engine, weights, beside=run.fleet.rollout[:parts])
+    serve(run, engine, weights, beside=run.fleet.rollout[:parts], checked_within=CHECKED_WITHIN)
     fresh = [fresh_group(run, step.iteration, row) for row in shard_rows(draw, part, parts, resumed=resumed)]
     groups = [(by_place[iteration, shard], group_id) for iteration, shard, group_id in places]
     share = None if needed is None else _size(needed, part, parts)

@@ -168,9 +168,17 @@ def update(run: RunContext, engine: Any, weights: Commit | None) -> float:
     return seconds
 
 
-def serve(run: RunContext, engine: Any, weights: Commit | None, beside: Collection[Any] = ()) -> None:
+def serve(
+    run: RunContext,
+    engine: Any,
+    weights: Commit | None,
+    beside: Collection[Any] = (),
+    *,
+    checked_within: float = 0.0,
+) -> None:
     """Have an engine of `run.fleet.rollout` serve the weights that `weights` committed, and those `beside` it that are
-    to serve them next, where they are idle: all of them are sent the weights at once.
+    to serve them next, where they are idle: all of them are sent the weights at once. `checked_within`: see
+    `cairn.engines.fleet.weights.exchange`.
 
     The weights are published again if the engine needs them and their publication is gone, was not yet made by this
     driver, or differs from what was published. Raises PublicationGone where another half learns meanwhile: the training
@@ -179,7 +187,7 @@ def serve(run: RunContext, engine: Any, weights: Commit | None, beside: Collecti
     version = version_of(weights)
     _ensure_announced(run, weights)
     try:
-        run.fleet.weights.serve(engine, version, beside)
+        run.fleet.weights.serve(engine, version, beside, checked_within=checked_within)
     except (PublicationGone, WeightsDiffer) as error:
         if run.side_by_side:
             why = "is not published any more" if isinstance(error, PublicationGone) else f"was dropped ({error})"

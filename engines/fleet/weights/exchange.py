@@ -20,6 +20,7 @@ from typing import Any
 from ray.exceptions import ObjectLostError
 
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.fleet.actors import RolloutActor
 from cairn.engines.fleet.handles import UPDATING, EngineHandle
 from cairn.engines.fleet.membership import Membership
 from cairn.engines.fleet.requirements import comparison_problems
@@ -129,7 +130,14 @@ class WeightExchange:
             versions = set(self._stored)
         return {version for version in versions if self._transport.holds(version)}
 
-    def serve(self, engine: RolloutHandle, version: int, beside: Collection[RolloutHandle] = ()) -> None:
+    def serve(
+        self,
+        engine: RolloutHandle,
+        version: int,
+        beside: Collection[RolloutHandle] = (),
+        *,
+        checked_within: float = 0.0,
+    ) -> None:
         """Have a rollout engine serve a published version. A dead engine is restarted; the engine gets all its memory,
         and is behind the router if there is one. An engine that reports the version is left as it is. Several threads
         may do this with several engines at a time; one that waits while its engine is checked reuses the result. No
@@ -141,6 +149,8 @@ class WeightExchange:
         Args:
             beside: engines that are to serve this version next, and no other. Those of them that are idle and behind
                 are updated in the same pass; whether they were, their own calls find out.
+            checked_within: seconds for which an engine that was found to serve the version is not queried again. For
+                callers that notice themselves if it does not.
 
         Raises:
             PublicationGone: the engine needs the version, and it is not published any more.
@@ -149,7 +159,7 @@ class WeightExchange:
         """
         called_at = time.monotonic()
         with engine.serving:
-            if _checked(engine, version, called_at):
+            if _checked(engine, version, called_at - checked_within):
                 return
             engine.last_check = (0.0, None)
             checked_at = time.monotonic()
@@ -237,8 +247,7 @@ class WeightExchange:
         sent = self._transport.sent_checksum(stored) or publication.digest
         if in_flight:  # before an engine goes on with what it has
             self._verify_checksums(targets, publication, sent)
-        results(targets, call_each(targets, RolloutEngine.end_weight_update))
-        served = results(targets, call_each(targets, RolloutEngine.get_weight_version))
+        served = results(targets, call_each(targets, RolloutActor.end_update))
         if not in_flight:
             self._verify_checksums(targets, publication, sent)
             self._verify_loaded(targets, publication)

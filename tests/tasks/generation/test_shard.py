@@ -2,14 +2,18 @@
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.cluster import Cluster
+from cairn.engines.fleet.fencing import Callee
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.types.errors import EngineDied
 from cairn.flows.iteration import plan_round
@@ -106,6 +110,41 @@ def test_what_an_engine_had_finished_when_it_died_is_not_generated_again(
     assert durable > 0
     assert asked == [16, 16 - durable]
     assert commit.table.content == content
+
+
+def test_calls_of_an_engine_do_not_grow_with_the_shards_that_wait_for_it(
+    tiny_assets: Path, fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called, call, engine = Counter[str](), Callee.call, fleet.rollout[0]
+    gathered, shared = engine._keepers, list[int]()
+    keep = gathered._call
+
+    def counted(callee: Callee, method: Any, *args: Any, **kwargs: Any) -> Any:
+        called[method.__name__] += 1
+        return call(callee, method, *args, **kwargs)
+
+    def sharing(makes: Any) -> Any:
+        shared.append(len(makes))
+        return keep(makes)
+
+    monkeypatch.setattr(Callee, "call", counted)
+    monkeypatch.setattr(gathered, "_call", sharing)
+    contents = []
+    for shards in (1, 4):
+        config = tiny_config(tiny_assets, rollout={"max_running_requests": 4, "shards_per_round": shards})
+        with on_fleet(tmp_path / str(shards), config, fleet) as (run, _), ThreadPoolExecutor(shards) as pool:
+            planned = plan_round(run, 0, None, None, 0)
+            fleet.weights.serve(engine, 0)
+            called.clear()
+            shared.clear()
+            with engine.alone():
+                steps = [pool.submit(step.rollout, run, 0, name, None, [], [], **part) for name, part in planned]
+                wait_for(lambda asked=steps: sum(shared) + len(gathered._waiting) == len(asked))
+            rows = pa.concat_tables([run.read(one.result()) for one in steps])
+            contents.append(rows.select(["group_id", "sample_index", "response_ids"]).to_pylist())
+        assert called == {"keep": len(shared)}
+        assert (sum(shared), len(shared) <= 2) == (shards, True)
+    assert contents[0] == contents[1]
 
 
 def test_a_driver_keeps_the_samples_of_an_engine_that_lacks_its_key(

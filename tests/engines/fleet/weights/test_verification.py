@@ -15,7 +15,7 @@ from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.fleet.weights.exchange import WeightExchange
 from cairn.engines.fleet.weights.transports import transport_of
-from cairn.engines.rollout.base import DirectReceiver, RolloutEngine
+from cairn.engines.rollout.base import DirectReceiver, LoadChecked
 from cairn.engines.types.errors import WeightsDiffer
 from cairn.engines.weights.buckets import share
 from cairn.tasks.trainer.sync import publish, serve
@@ -137,7 +137,7 @@ def test_a_server_that_makes_other_weights_of_what_it_received_is_found_beside_a
     url, call = second.health()["url"], second.call
 
     def altered(group: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        if method is RolloutEngine.get_weight_version:
+        if method is LoadChecked.loaded_checksum:
             body = {"action": "reset_tensors", "skip_tensor_list": ["layers.1", "embed", "mlp", "proj"]}
             httpx.post(f"{url}/weights_checker", json=body, timeout=60).raise_for_status()
         return call(group, method, *args, **kwargs)
