@@ -418,9 +418,9 @@ class Catalogue:
         here = pc.is_in(known.column("file"), pa.array(sorted(listed), pa.string()))
         wanted = pc.is_in(known.column("step"), pa.array(sorted(steps), pa.string()))
         commits = known.filter(pc.and_(here, wanted)).sort_by([("name", "ascending"), ("file", "ascending")])
-        names = commits.column("name")
-        repeated = pc.equal(names.slice(1), names.slice(0, max(0, len(names) - 1)))  # records may repeat commits
-        return commits.filter(pc.invert(pa.chunked_array([pa.array([False] * min(1, len(names))), *repeated.chunks])))
+        names = commits.column("name").to_pylist()
+        first = [one != before for before, one in zip([None, *names], names, strict=False)]  # records repeat commits
+        return commits.filter(pa.array(first, pa.bool_()))
 
     def _index(self, owner: str) -> pa.Table:
         """Return the cached commits of a run that the store still has."""

@@ -43,7 +43,7 @@ class Counted(LocalStore):
     """A store whose calls `Requests` counts."""
 
 
-def test_a_resume_with_a_round_of_256_shards_takes_at_most_forty_requests_however_long_the_run(tmp_path: Path) -> None:
+def test_a_resume_with_a_round_of_256_shards_takes_few_requests_however_long_the_run(tmp_path: Path) -> None:
     plain = LocalStore(str(tmp_path))
     lease = Ledger.create(plain, "long", config_of(10_000).model_dump(mode="json")).acquire()
     lease.iteration = 9_999
@@ -54,7 +54,7 @@ def test_a_resume_with_a_round_of_256_shards_takes_at_most_forty_requests_howeve
     requests = Requests()
     store_counts._count_local(requests, Counted)  # type: ignore[arg-type]
     run = resume(Counted(str(tmp_path)), "long", ROUND)
-    assert 20 <= requests.made <= 40
+    assert 20 <= requests.made <= 25
     release(run)
 
 

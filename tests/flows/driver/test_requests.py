@@ -1,5 +1,6 @@
 """What a driver requests of its store until its first step, with Prefect's server, and engines in this process."""
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ class Requests:
         self.made: Counter[str] = Counter()
 
     def add(self, operation: str, path: str, written: int = 0) -> None:
-        if ".renewed." not in path:  # every five seconds
+        if threading.current_thread().name != "lease-renewal":  # every five seconds
             self.made[f"{operation} {path}"] += 1
 
     def settled(self) -> Counter[str]:

@@ -13,6 +13,7 @@ from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.shards import PACE, Records, read_commits, record_bytes
+from cairn.storage.query.catalogue import Catalogue
 from cairn.storage.store.errors import Damaged, LeaseLost, StoreError
 from cairn.storage.store.store import Store
 from cairn.storage.upkeep.collector import garbage
@@ -120,6 +121,9 @@ def test_a_reader_needs_few_of_many_records_and_finds_every_commit(
     assert len(read) == len(set(read)) == 2 + 1 + 3 + 7
     assert [one.digest for one in reader.commits(0)] == [one.digest for one in made]
     assert [one.path for one in made] == records_of(ledger)
+    names = Catalogue(store, "run").commits([Step.ROLLOUT, Step.REWARD]).column("name").to_pylist()
+    assert sorted(names) == sorted(one.name for one in made)
+    assert {check.name for check in verify(reader)} >= set(names)
 
 
 def test_a_record_that_repeats_a_commit_differently_is_a_finding(ledger: Ledger, store: Store) -> None:

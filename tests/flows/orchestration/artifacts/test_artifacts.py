@@ -202,7 +202,7 @@ class Driven:
     """The part of a RunContext that pages read."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self.ledger, self.config, self.read = ledger, config_of(ledger), read_of(ledger)
+        self.ledger, self.config, self.read, self.find = ledger, config_of(ledger), read_of(ledger), ledger.find
         self.emitted: list[Message] = []
         self.emit = self.emitted.append
 
