@@ -147,7 +147,7 @@ class TrainingHandle(ModelHandle):
             self.drop_copy()
 
     def copy_state(self) -> None:
-        """Copy the state to the memory of the ranks' machines. The engine may go on to train when this returns."""
+        """Begin to copy the state to the memory of the ranks' machines. The engine may train on when this returns."""
         position = self.position()
         restarts = self.restarts
         sizes = self.on_all(TrainingEngine.copy_state)

@@ -15,7 +15,7 @@ import hashlib
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import astuple, dataclass
 from itertools import groupby, islice, zip_longest
 from typing import Annotated
@@ -115,8 +115,8 @@ class HostCopy:
     _made: Future[None]
 
     def wait(self) -> None:
-        """Wait until all is copied; until then the state may not change."""
-        self._made.result()
+        """Wait until the copy is made, or failed: `write_copy` raises why. Until then the state may not change."""
+        wait([self._made])
 
     @property
     def bytes(self) -> int:
@@ -183,7 +183,7 @@ def write_copy(store: Store, folder: str, copy: HostCopy) -> list[StoredFile]:
 
     Calls no other rank, so it may run while the rank trains.
     """
-    copy.wait()
+    copy._made.result()
 
     def write(number: int) -> PartFile:
         data = copy.files[number].numpy().tobytes()

@@ -3,6 +3,7 @@
 Nothing here loads PyTorch before the process is prepared for it. A rank passes on all other calls to its engine.
 """
 
+import gc
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -94,6 +95,9 @@ class TrainingRank(WeightSource):
             world_size=training.world_size,
             device=device,
         )
+        # A full collection walks through all modules and the model, for a quarter of a second or more, at any time.
+        gc.collect()
+        gc.freeze()
 
     def score(self, batch: TrainBatch, role: ModelRole) -> "list[np.ndarray] | None":
         """Return the scores on rank 0 and None elsewhere; all ranks have the same."""

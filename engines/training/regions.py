@@ -3,7 +3,10 @@
 from dataclasses import dataclass, replace
 from math import prod
 
+import numpy as np
 import torch
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class Region:
             first, last = max(own, others), min(own + len(self), others + len(other))
             if last <= first:
                 return 0
-            into[first - others : last - others].copy_(values[first - own : last - own])
+            _copy(into[first - others : last - others], values[first - own : last - own])
             return last - first
         places = self._places()
         row, column = places // other.columns - other.row, places % other.columns - other.column
@@ -125,3 +128,13 @@ class Region:
             return rows, range(self.column + first * self.step, self.column + last * self.step + 1)
         columns = range(self.column, self.column + (self.width - 1) * self.step + 1)
         return range(self.row + first, self.row + last + 1), columns
+
+
+def _copy(into: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values, converted where number formats differ. NumPy copies in one thread; PyTorch's several would wait for
+    each other where ranks share cores."""
+    if into.is_cuda or values.is_cuda or into.dtype != values.dtype:
+        into.copy_(values)
+    else:
+        bits = _BITS[into.itemsize]
+        np.copyto(into.view(bits).numpy(), values.view(bits).numpy())

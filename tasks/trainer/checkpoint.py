@@ -1,6 +1,7 @@
 """Step `checkpoint`: a restore point. Data cursor and buffer are its inputs by digest, so one commit holds them all.
 
-Training waits only while the state is copied to the memory of the ranks' machines:
+Training waits only while the ranks begin to copy the state to the memory of their machines. The passes of the next
+update run beside the copy, and its first optimizer step waits for the end of it:
 
     learn of i     train ─▶ copy ─▶ sync
     learn of i+1            │                train …
