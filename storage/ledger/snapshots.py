@@ -36,8 +36,12 @@ _EXTENSION_IN_BASE64 = [
 The characters at both ends are left out because they also hold bits of neighbouring bytes."""
 _MIN_READ_BYTES = 2**20
 """Least number of bytes of a request for a part of a file."""
-_PAGE_BYTES = 8 * 2**20
-"""Bytes of a page. zstd finds no repetition across pages."""
+_LEAST_PAGE_BYTES, _GREATEST_PAGE_BYTES = 2**20, 8 * 2**20
+"""Bytes of a page of numbers. What is done to a page of 1 MB stays in the processor's cache: 4 % of the time of writing
+a rollout."""
+_PROMPTS_OF_A_PAGE = 512
+"""Least number of prompts of mean length in a page below the greatest size: zstd finds no repetition across pages, and
+the samples of a group repeat their prompt."""
 _BATCH = 2**16
 """Number of values that the writer takes at once."""
 _LEVELS = {"prompt_text": 3}
@@ -61,11 +65,18 @@ def to_parquet(table: pa.Table) -> bytes:
         compression_level=_LEVELS,
         use_dictionary=False,
         column_encoding={path: "BYTE_STREAM_SPLIT" for field in table.schema if (path := _numbers_path(field))},
-        data_page_size=_PAGE_BYTES,
+        data_page_size=_page_bytes(table),
         write_batch_size=_BATCH,
         write_statistics=False,
     )
     return sink.getvalue().to_pybytes()
+
+
+def _page_bytes(table: pa.Table) -> int:
+    if "prompt_ids" not in table.column_names:
+        return _LEAST_PAGE_BYTES
+    prompt_tokens = pc.mean(pc.list_value_length(table["prompt_ids"])).as_py() or 0
+    return min(max(int(4 * prompt_tokens * _PROMPTS_OF_A_PAGE), _LEAST_PAGE_BYTES), _GREATEST_PAGE_BYTES)
 
 
 def _numbers_path(field: pa.Field) -> str | None:

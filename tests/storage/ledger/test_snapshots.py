@@ -147,6 +147,14 @@ def test_a_snapshot_costs_at_most_seven_bytes_a_token() -> None:
     assert len(to_parquet(free)) <= 0.01 * samples * tokens
 
 
+@pytest.mark.parametrize("tokens", [100, 2_000, 30_000])
+def test_a_group_s_prompt_is_stored_once(tokens: int) -> None:
+    draw, distinct = np.random.default_rng(0), 240_000
+    prompts = [draw.integers(0, 2**31, tokens, np.int32) for _ in range(distinct // tokens)]
+    table = pa.table({"prompt_ids": pa.array([one for one in prompts for _ in range(8)], pa.list_(pa.int32()))})
+    assert len(to_parquet(table)) <= 1.02 * 4 * distinct
+
+
 def test_finished_groups_survive_and_are_taken_over_by_the_next_attempts(ledger: Ledger) -> None:
     tables = {group: rollout_table([group], seed=group) for group in range(6)}
     with SampleLog(_attempt(ledger), "inputs") as log:
