@@ -247,12 +247,11 @@ def bisect(
     watcher = watcher or Watcher()
     evaluations = _Evaluations(ledger.store, ledger.run, benchmark, options or {}, seed, watcher)
     (newest,) = models_of(ledger.store, ledger.run)
-    last = newest.origin["iteration"] if bad is None else bad
+    published = newest.origin["iteration"]
+    last = published if bad is None else bad
     for version in (last, *([] if good is None else [good])):
-        if version != INITIAL and ledger.find(version, Step.SYNC) is None:
-            raise CannotBisect(
-                f"run {ledger.run!r} has not published iteration {version}; its newest is {newest.origin['iteration']}"
-            )
+        if version != INITIAL and (version > published or ledger.find(version, Step.SYNC) is None):
+            raise CannotBisect(f"run {ledger.run!r} has not published iteration {version}; its newest is {published}")
     if good is not None and good >= last:
         raise CannotBisect(f"--good {good} is not before --bad {last}: there is no update between them")
     after = evaluations.of(last)

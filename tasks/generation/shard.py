@@ -3,7 +3,7 @@ commit.
 
 | how samples are generated | where their shard is |
 |---|---|
-| by a built-in function, which records no calls | in the engine's process, where that reaches the store |
+| by a built-in function, which records no calls | in the engine's process, where that may write to the store |
 | by code whose calls are recorded; in a replay, which writes to a folder of this machine | in the driver |
 | a group is a suspect (`cairn.tasks.generation.generation`), and is generated alone | in the driver |
 
@@ -16,21 +16,24 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate, chain, repeat
+from socket import gethostname
 from typing import Any
+from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from cairn.engines.agents.episodes.user_code import GenerateFunction
 from cairn.engines.models.tokenizers import load_tokenizer, tokenizer_digest
-from cairn.engines.types.errors import BadModel
+from cairn.engines.types.errors import BadModel, EngineError
 from cairn.engines.types.keeping import KeeperRefused, SampleEnd, SampleSource, WantedSample
 from cairn.engines.types.trajectories import GeneratedSample, SampleKey, SampleRequest
 from cairn.engines.types.types import FinishReason, SamplingParams
+from cairn.storage.ledger import layout
 from cairn.storage.ledger.commits import Commit, OutputFile
 from cairn.storage.ledger.layout import CALLS_FILE, IMAGES_FILE, run_manifest
 from cairn.storage.ledger.schemas import RETOKENIZED, TRAJECTORIES, TRAJECTORY_PROMPTS, Status
@@ -308,12 +311,45 @@ def open_shard(plan: ShardPlan, store_url: str, *, signs: bool) -> Shard:
     """
     if signs != bool(os.environ.get(SIGNING_KEY)):
         raise KeeperRefused(f"{SIGNING_KEY} is not the driver's here")
+    place = store_url, run_manifest(plan.run)
     try:
-        store, tokenizer = reached(store_url, run_manifest(plan.run)), _tokenizer(plan.model, plan.tokenizer)
+        store = reached(*place, layout.attempt(plan.run, plan.iteration, plan.step, plan.attempt))
+        tokenizer = _tokenizer(plan.model, plan.tokenizer)
     except (StoreRefused, BadModel) as refused:
-        raise KeeperRefused(str(refused)) from refused
+        raise KeeperRefused(f"on {gethostname()}: {refused}") from refused
     attempt = Attempt(store, plan.run, plan.iteration, plan.step, plan.shard, plan.attempt)
-    return Shard(plan, attempt, Snapshots(store), tokenizer)
+    return _StoringShard(place, plan, attempt, Snapshots(store), tokenizer)
+
+
+class _StoringShard(Shard):
+    """A shard in an engine's process, while the store takes its files. Where the store refuses one, a method raises
+    EngineError, and the next attempt's samples go through the driver."""
+
+    def __init__(self, place: tuple[str, str], *args: Any) -> None:
+        self._place = place
+        with self._storing():
+            super().__init__(*args)
+
+    def generate(self, engine: SampleSource) -> Iterator[Left | list[SampleEnd]]:
+        with self._storing():
+            yield from super().generate(engine)
+
+    def finish(self, *args: Any, **kwargs: Any) -> ShardFiles:
+        with self._storing():
+            return super().finish(*args, **kwargs)
+
+    def close(self) -> None:
+        with self._storing():
+            super().close()
+
+    @contextmanager
+    def _storing(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreRefused as refused:
+            _reached.pop(self._place, None)
+            _refused[self._place] = time.monotonic(), str(refused)
+            raise EngineError(f"the process on {gethostname()} cannot store its samples: {refused}") from refused
 
 
 SIGNING_KEY = "CAIRN_SIGNING_KEY"
@@ -321,29 +357,35 @@ REFUSED_SECONDS = 60.0
 """Time for which a store that could not be used is not asked again: each attempt may wait for a connection."""
 _refused: dict[tuple[str, str], tuple[float, str]] = {}
 """Stores that could not be used, each with the time of the last attempt and why."""
+_reached: dict[tuple[str, str], Store] = {}
 
 
-def reached(url: str, manifest: str) -> Store:
-    """Return the store at a URL, if it has the run's manifest. Raises StoreRefused, and for a while again without
-    asking the store."""
-    at, why = _refused.get((url, manifest), (-math.inf, ""))
+def reached(url: str, manifest: str, folder: str) -> Store:
+    """Return the store at a URL, if it has the run's manifest and takes a file in the folder. Raises StoreRefused, and
+    for a while again without asking the store."""
+    place = url, manifest
+    at, why = _refused.get(place, (-math.inf, ""))
     if time.monotonic() - at < REFUSED_SECONDS:
         raise StoreRefused(why)
-    try:
-        return _store(url, manifest)
-    except StoreRefused as refused:
-        _refused[url, manifest] = time.monotonic(), str(refused)
-        raise
+    if place not in _reached:
+        try:
+            _reached[place] = _usable(url, manifest, folder)
+        except StoreRefused as refused:
+            _refused[place] = time.monotonic(), str(refused)
+            raise
+    return _reached[place]
 
 
-@cache
-def _store(url: str, manifest: str) -> Store:
-    """Return the store at a URL. Raises StoreRefused where it lacks the manifest: it is another one, such as a folder
-    of the same name on this machine."""
+def _usable(url: str, manifest: str, folder: str) -> Store:
+    """Return the store at a URL. Raises StoreRefused where it takes no file, or lacks the manifest: it is another one,
+    such as a folder of the same name on this machine."""
     store = open_store(url)
     store.check()
     if not store.exists(manifest):
         raise StoreRefused(f"{store.url} has no {manifest} there")
+    probe = f"{folder}/{uuid4().hex}"
+    store.write(probe, b"")
+    store.delete(probe)
     return store
 
 

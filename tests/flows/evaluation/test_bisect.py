@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from typer.testing import CliRunner, Result
 from cairn.configs.schema.evaluation import Benchmark
 from cairn.configs.schema.operations import CheckpointConfig
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.types.errors import EngineError
 from cairn.engines.types.types import TrainBatch
 from cairn.flows.cli import app
 from cairn.flows.driver.trust import recorded_config
@@ -183,6 +185,7 @@ def test_what_cannot_be_searched_is_named(folder: Path) -> None:
         (["heldout"], "heldout has not dropped from tiny@"),
         (["heldout", "--good", "1"], "--good 1 is not before --bad 1: there is no update between them"),
         (["heldout", "--bad", "7"], "run 'tiny' has not published iteration 7; its newest is 1"),
+        (["heldout", "--bad", "99999999"], "run 'tiny' has not published iteration 99999999; its newest is 1"),
         (["heldout", "--good", "soon"], "--good 'soon' is neither the number of an iteration nor initial"),
         (["heldout", "-n", "4"], "'heldout' is a benchmark of the run"),
         (["no_such_benchmark"], "no_such_benchmark"),
@@ -224,7 +227,7 @@ def poisoned_run_is_explained(
 
 @pytest.mark.proof
 def test_a_poisoned_group_is_found_and_what_was_evaluated_is_not_evaluated_again(
-    folder: Path, learned: Path, replays: list[int], tmp_path: Path
+    folder: Path, learned: Path, replays: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poisoned_run_is_explained(folder, learned, str(tmp_path), seed=1, iterations=6, save_interval=4)
     assert len(replays) <= 3 + GROUPS  # from the checkpoint to the update, and the update without each group
@@ -233,6 +236,11 @@ def test_a_poisoned_group_is_found_and_what_was_evaluated_is_not_evaluated_again
     assert again.exit_code == 0, again.output
     assert "computed" not in again.stdout
     assert list(folders(open_store(str(tmp_path)))) == evaluated
+    with monkeypatch.context() as broken:
+        broken.setattr(module, "read_only_context", Mock(side_effect=EngineError("no engine starts")))
+        found = cairn(str(tmp_path), "tiny", "heldout", "--json")
+    assert found.exit_code == 0, found.output
+    assert "It cannot be made again without a group: no engine starts" in json.loads(found.stdout)["conclusion"]
     ledger = Ledger.open(open_store(str(tmp_path)), "tiny")
     retire(ledger, CheckpointConfig(save_interval=4, retain_snapshots=2), everything=True)
     found = cairn(str(tmp_path), "tiny", "heldout", "--json")

@@ -2,10 +2,13 @@
 
 import os
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +18,8 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fencing import Callee
 from cairn.engines.fleet.fleet import Fleet
-from cairn.engines.types.errors import EngineDied
+from cairn.engines.types.errors import EngineDied, EngineError
+from cairn.engines.types.keeping import KeeperRefused
 from cairn.flows.iteration import plan_round
 from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.layout import attempts, run_manifest
@@ -156,17 +160,81 @@ def test_a_driver_keeps_the_samples_of_an_engine_that_lacks_its_key(
         assert any("go through the driver" in text for text in messages(events))
 
 
+NOBODY = 65534
+
+
+def may_write(engine: Any, user: int) -> None:
+    """Let an engine's process be of another user for what it reads and writes."""
+    with pytest.raises(KeeperRefused):
+        engine.keep(partial(_become, user))
+
+
+def _become(user: int) -> Any:
+    os.seteuid(user)
+    raise KeeperRefused
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder for a store that all users may read."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="changes the user of a process")
+def test_an_engine_that_may_only_read_the_store_has_its_samples_go_through_the_driver(
+    config: RunConfig, fleet: Fleet, content: str | None, open_folder: Path
+) -> None:
+    with on_fleet(open_folder, config, fleet) as (run, events):
+        may_write(fleet.rollout[0], NOBODY)
+        try:
+            assert first_shard(run).table.content == content
+        finally:
+            may_write(fleet.rollout[0], 0)
+        (text,) = (text for text in messages(events) if "go through the driver" in text)
+        assert f"on {gethostname()}: cannot write {open_folder}" in text
+        assert "permission is denied; check the folder's owner and mode" in text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="changes the user of a process")
+def test_samples_go_through_the_driver_once_the_store_refuses_them_from_the_engine(
+    config: RunConfig, fleet: Fleet, content: str | None, open_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate, asked = step.generate_samples, list[int]()
+    with on_fleet(open_folder, config, fleet) as (run, events):
+
+        def struck(call: Any, engine: Any, weights: Any, samples: Any, *args: Any, **options: Any) -> Iterator[Any]:
+            asked.append(len(samples))
+            for ends in generate(call, engine, weights, samples, *args, **options):
+                yield ends
+                if len(asked) == 1:
+                    wait_for(lambda: parts(run))
+                    may_write(engine, NOBODY)
+
+        monkeypatch.setattr(step, "generate_samples", struck)
+        try:
+            with pytest.raises(EngineError, match=f"on {gethostname()} cannot store its samples: cannot write"):
+                first_shard(run)
+            commit = first_shard(run)
+        finally:
+            may_write(fleet.rollout[0], 0)
+        assert commit.table.content == content
+        assert 0 < asked[1] < asked[0]
+        assert any("go through the driver" in text for text in messages(events))
+
+
 def test_a_store_that_was_not_reached_is_asked_again_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, manifest = str(tmp_path), run_manifest("late")
     with pytest.raises(StoreRefused, match="has no runs/late"):
-        reached(url, manifest)
+        reached(url, manifest, "attempt")
     LocalStore(url).write(manifest, b"{}")
     with pytest.raises(StoreRefused, match="has no runs/late"):
-        reached(url, manifest)
+        reached(url, manifest, "attempt")
     monkeypatch.setattr("cairn.tasks.generation.shard.REFUSED_SECONDS", 0.0)
-    assert reached(url, manifest).exists(manifest)
+    assert reached(url, manifest, "attempt").exists(manifest)
 
 
 def messages(events: Events) -> list[str]:
