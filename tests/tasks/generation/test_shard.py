@@ -6,6 +6,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from socket import gethostname
@@ -38,7 +39,8 @@ pytestmark = pytest.mark.proof
 
 @pytest.fixture(scope="module")
 def config(tiny_assets: Path) -> RunConfig:
-    return tiny_config(tiny_assets, rollout={"max_running_requests": 4})  # so that some end before the others begin
+    """The first samples end long before the last ones begin."""
+    return tiny_config(tiny_assets, rollout={"max_running_requests": 4, "n_samples_per_prompt": 32})
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ def test_the_driver_writes_nothing_of_a_rollout_but_its_commit(
         assert commit.table.content == content
         assert written
         assert not [path for path in written if "/rollout/" in path]
-        assert run.read(commit).num_rows == commit.metrics["samples"] == 16
+        assert run.read(commit).num_rows == commit.metrics["samples"] == 128
         wait_for(lambda: not parts(run))
 
 
@@ -112,7 +114,7 @@ def test_what_an_engine_had_finished_when_it_died_is_not_generated_again(
         durable = sum(len(read_any_part(run.ledger.store, path) or ()) for path in parts(run))
         commit = first_shard(run)
     assert durable > 0
-    assert asked == [16, 16 - durable]
+    assert asked == [128, 128 - durable]
     assert commit.table.content == content
 
 
@@ -166,7 +168,7 @@ NOBODY = 65534
 def may_write(engine: Any, user: int) -> None:
     """Let an engine's process be of another user for what it reads and writes."""
     with pytest.raises(KeeperRefused):
-        engine.keep(partial(_become, user))
+        next(engine.keep(partial(_become, user)))
 
 
 def _become(user: int) -> Any:
@@ -201,24 +203,28 @@ def test_an_engine_that_may_only_read_the_store_has_its_samples_go_through_the_d
 def test_samples_go_through_the_driver_once_the_store_refuses_them_from_the_engine(
     config: RunConfig, fleet: Fleet, content: str | None, open_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate, asked = step.generate_samples, list[int]()
-    with on_fleet(open_folder, config, fleet) as (run, events):
+    generate, asked = step.generate_shard, list[int]()
+    open_folder.chmod(0o777)
+    with ExitStack() as stack:
+        stack.callback(os.umask, os.umask(0))
+        run, events = stack.enter_context(on_fleet(open_folder, config, fleet))
 
-        def struck(call: Any, engine: Any, weights: Any, samples: Any, *args: Any, **options: Any) -> Iterator[Any]:
-            asked.append(len(samples))
-            for ends in generate(call, engine, weights, samples, *args, **options):
-                yield ends
-                if len(asked) == 1:
+        def struck(*args: Any) -> Iterator[Any]:
+            for message in generate(*args):
+                yield message
+                if isinstance(message, Left):
+                    asked.append(sum(map(len, message.missing.values())))
+                elif len(asked) == 1:
                     wait_for(lambda: parts(run))
-                    may_write(engine, NOBODY)
+                    for folder in filter(Path.is_dir, (open_folder, *open_folder.rglob("*"))):
+                        folder.chmod(0o555)
 
-        monkeypatch.setattr(step, "generate_samples", struck)
-        try:
-            with pytest.raises(EngineError, match=f"on {gethostname()} cannot store its samples: cannot write"):
-                first_shard(run)
-            commit = first_shard(run)
-        finally:
-            may_write(fleet.rollout[0], 0)
+        monkeypatch.setattr(step, "generate_shard", struck)
+        may_write(fleet.rollout[0], NOBODY)
+        stack.callback(may_write, fleet.rollout[0], 0)
+        with pytest.raises(EngineError, match=f"on {gethostname()} cannot store its samples: cannot write"):
+            first_shard(run)
+        commit = first_shard(run)
         assert commit.table.content == content
         assert 0 < asked[1] < asked[0]
         assert any("go through the driver" in text for text in messages(events))
