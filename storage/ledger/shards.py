@@ -13,9 +13,9 @@ one commit: a driver that finds number n taken reads it, adopts its commits, and
 own. Each commit has its own name, inputs and digest, as in a file of its own. Earlier versions gave every commit such a
 file; these stay valid, also within one iteration. Of a record and such a file with the same commit, the record counts.
 
-Every eighth record repeats the commits of the seven before it, every 64th those of the 63 before it, and so on, as long
-as they fit. So a reader of n records needs few of them (at most 7 for each power of 8), and a commit is written at most
-once more for each power of 8.
+Every fourth record repeats the commits of the three before it, every 16th those of the 15 before it, and so on, as long
+as they fit. So a reader of n records needs few of them (at most 3 for each power of 4), and a commit is written at most
+once more for each power of 4.
 
 A commit waits for its record until
 
@@ -49,7 +49,7 @@ PACE, LONGEST_WAIT = 0.005, 1.0
 """Seconds between two records: `PACE` for each shard that runs, at most `LONGEST_WAIT`."""
 _FULL = 4 * 2**20
 """Greatest number of bytes of a record with several commits. A marker on an object store has at most 5 MiB."""
-_SPAN = 8
+_SPAN = 4
 """Record n has the commits of as many records, itself the last, as the greatest power of this that divides n + 1."""
 _KEPT = 8
 """Iterations whose records stay in memory."""

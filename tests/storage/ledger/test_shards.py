@@ -106,7 +106,7 @@ def test_of_two_drivers_that_record_the_same_shards_each_shard_has_one_commit(st
 def test_a_reader_needs_few_of_many_records_and_finds_every_commit(
     ledger: Ledger, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = [commit_step(ledger, 0, Step.ROLLOUT, f"00-{part:03d}", shared=True) for part in range(8 * 8 * 2 + 8 + 3)]
+    made = [commit_step(ledger, 0, Step.ROLLOUT, f"00-{part:03d}", shared=True) for part in range(4 * 4 * 2 + 4 + 3)]
     assert len(records_of(ledger)) == len(made)
     monkeypatch.setattr("cairn.storage.ledger.shards._FULL", 1)
     made += [commit_step(ledger, 0, Step.REWARD, f"00-{part:03d}", shared=True) for part in range(5 + 2)]
@@ -117,7 +117,7 @@ def test_a_reader_needs_few_of_many_records_and_finds_every_commit(
     reader.acquire(takeover=True)
     found = [reader.find(0, one.step, one.shard) for one in made]
     assert [one and one.digest for one in found] == [one.digest for one in made]
-    # Twice 64 and 8 in a record each; 3 and 7, of which the last repeats none because it is full.
+    # Twice 16 and 4 in a record each; 3 and 7, which repeat none because they are full.
     assert len(read) == len(set(read)) == 2 + 1 + 3 + 7
     assert [one.digest for one in reader.commits(0)] == [one.digest for one in made]
     assert [one.path for one in made] == records_of(ledger)
@@ -127,9 +127,9 @@ def test_a_reader_needs_few_of_many_records_and_finds_every_commit(
 
 
 def test_a_record_that_repeats_a_commit_differently_is_a_finding(ledger: Ledger, store: Store) -> None:
-    made = [commit_step(ledger, 0, Step.ROLLOUT, shard, shared=True) for shard in SHARDS[:8]]
+    made = [commit_step(ledger, 0, Step.ROLLOUT, shard, shared=True) for shard in SHARDS[:4]]
     path = made[-1].path
-    assert len(read_commits(store.read(path), path)) == 8
+    assert len(read_commits(store.read(path), path)) == 4
     assert not [finding for check in verify(ledger) for finding in check.findings if finding.path == path]
     forged = made[0].model_copy(update={"started_at": 2.0})
     store.write(path, record_bytes([forged, *made[1:]], 0))
