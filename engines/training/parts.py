@@ -29,6 +29,7 @@ from cairn.engines.training.checkpoint import Described, HashedFile, write_seale
 from cairn.engines.training.process import gathered
 from cairn.engines.training.regions import Region
 from cairn.engines.training.sharding import raise_together, raising_together
+from cairn.engines.weights.bits import bit_array
 from cairn.storage.store.canonical import seal, unseal
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store, StoredFile
@@ -170,7 +171,7 @@ def _copy(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: "torch.cu
     other where the passes keep all cores busy."""
     if stream is None:
         for into, source in copies:
-            np.copyto(into.numpy(), source.numpy())
+            np.copyto(bit_array(into), bit_array(source))
         return
     with torch.cuda.stream(stream):
         for into, source in copies:

@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 import torch
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from cairn.engines.weights.bits import bit_array
 
 
 @dataclass(frozen=True)
@@ -136,5 +136,4 @@ def _copy(into: torch.Tensor, values: torch.Tensor) -> None:
     if into.is_cuda or values.is_cuda or into.dtype != values.dtype:
         into.copy_(values)
     else:
-        bits = _BITS[into.itemsize]
-        np.copyto(into.view(bits).numpy(), values.view(bits).numpy())
+        np.copyto(bit_array(into), bit_array(values))

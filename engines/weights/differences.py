@@ -28,10 +28,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
+from cairn.engines.weights.bits import SIZES, bit_array, bits_of
 from cairn.storage.store.canonical import from_json
 
 FORMAT = "1"
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LONGEST_GAP = 255
 _BLOCK = 2**17
 """Elements that are decoded at once: what is computed of them stays in the processor's cache."""
@@ -55,11 +55,6 @@ class Change:
         bits_of(tensor).index_add_(0, self.positions.to(device), self.steps.to(device))
 
 
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return [elements], a view of a contiguous tensor's bits as integers of its element size."""
-    return tensor.detach().view(-1).view(_INTEGERS[tensor.element_size()])
-
-
 def encode(pairs: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> bytes:
     """Return the difference between tensors on the CPU: (name, old, new) of equal dtype and shape, each contiguous."""
     changed: list[tuple[str, str, tuple[int, ...]]] = []
@@ -67,7 +62,7 @@ def encode(pairs: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> bytes:
     for name, old, new in pairs:
         if old.dtype != new.dtype or old.shape != new.shape:
             raise ValueError(f"{name} was {old.dtype} {tuple(old.shape)} and is {new.dtype} {tuple(new.shape)}")
-        if sizes.setdefault(old.element_size(), _Encoder()).add(bits_of(old).numpy(), bits_of(new).numpy()):
+        if sizes.setdefault(old.element_size(), _Encoder()).add(bit_array(old), bit_array(new)):
             changed.append((name, str(old.dtype).removeprefix("torch."), tuple(old.shape)))
     parts = {f"{size}.{part}": array for size, encoder in sizes.items() for part, array in encoder.parts(size).items()}
     counts = {str(size): (encoder.changed, encoder.gap_bytes) for size, encoder in sizes.items() if encoder.changed}
@@ -213,7 +208,7 @@ def _header(data: bytes) -> dict[str, Any]:
 
 def _dtype(name: Any) -> torch.dtype:
     dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype) or dtype.itemsize not in _INTEGERS:
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize not in SIZES:
         raise ValueError(f"{name!s:.40} is no number format")
     return dtype
 

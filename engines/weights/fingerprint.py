@@ -14,10 +14,11 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from cairn.engines.weights.bits import bit_array, bits_of
+
 _BLOCK = 1 << 16
 _AT_A_TIME = 1 << 22
 _BLOCKS_AT_A_TIME = 256  # a GPU wants large kernels
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
@@ -28,9 +29,10 @@ def fingerprint(tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
         tensor: tensor of any shape and any dtype of 1 to 8 bytes.
         offset: number of elements before it in the flattened whole.
     """
-    bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
-    if not bits.is_cuda:
-        return _on_cpu(bits.numpy(), offset)
+    tensor = tensor.contiguous()
+    if not tensor.is_cuda:
+        return _on_cpu(bit_array(tensor), offset)
+    bits = bits_of(tensor)
     columns = _column_factors(bits.device)
     total = torch.zeros(2, dtype=torch.int64, device=bits.device)
     done = 0

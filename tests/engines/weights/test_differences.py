@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from cairn.engines.weights import differences
-from cairn.engines.weights.differences import FORMAT, _compressed, bits_of, decode, encode
+from cairn.engines.weights.bits import bits_of
+from cairn.engines.weights.differences import FORMAT, _compressed, decode, encode
 
 FORMATS = {
     torch.uint8: 8,
