@@ -1,5 +1,6 @@
 """Two drivers on one cluster: the one that lost its run to the other destroys nothing, and is obeyed by nobody."""
 
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,9 @@ from cairn.engines.fleet.fencing import Claim, Tenure
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.placement import Placement
 from cairn.engines.fleet.roles import ActorRole, Bundle
+from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.types.errors import EngineDied, Superseded
+from cairn.engines.types.keeping import SampleSource
 from cairn.engines.types.types import Completion, SamplingParams
 from cairn.storage.ledger.leases import Lease, Outcome
 from cairn.storage.ledger.ledger import Ledger
@@ -152,6 +155,32 @@ def test_a_driver_that_loses_its_run_while_it_waits_for_room_leaves_its_groups_t
         Placement("waits", [role], ray_cluster, Deadline(1.0), Tenure(Claim("run", 1), look))
     (name,) = pending()
     remove_placement_group(ray.util.get_placement_group(name))
+
+
+class Deaf:
+    """A keeper that generates for longer than a test lasts, and hears no abort."""
+
+    def generate(self, engine: SampleSource) -> Iterator[int]:
+        yield 1
+        time.sleep(600)
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_an_engine_that_is_busy_for_a_replaced_driver_and_does_not_stop_is_replaced(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = run.take_over()
+    pid = old.rollout[0].health()["pid"]
+    keeper = old.rollout[0].keep(Deaf)
+    assert next(keeper) == 1
+    monkeypatch.setattr(RolloutHandle, "patience", lambda engine: Deadline(10))
+    new = run.take_over()
+    assert new.rollout[0].health()["pid"] != pid
+    with pytest.raises(EngineDied):
+        next(keeper)
 
 
 def test_engines_whose_placement_group_is_gone_get_another(run: Run) -> None:
