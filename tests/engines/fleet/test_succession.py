@@ -10,6 +10,7 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table, remove_placement_group
 
+from cairn.engines.fleet import placement
 from cairn.engines.fleet.actors import EngineActor, RolloutActor
 from cairn.engines.fleet.calls import Deadline, result
 from cairn.engines.fleet.cluster import Cluster
@@ -24,6 +25,7 @@ from cairn.engines.types.types import Completion, SamplingParams
 from cairn.storage.ledger.leases import Lease, Outcome
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
+from cairn.storage.records import CodeVersion
 from cairn.storage.store.errors import LeaseLost
 from tests.engines.agents.episodes.test_samples import all_of
 from tests.engines.fleet.test_episodes import PARAMS, asked, users
@@ -195,6 +197,14 @@ def test_engines_whose_placement_group_is_gone_get_another(run: Run) -> None:
     assert groups() == ["episodes", "rollout", "training"]
     repeated = works(fleet)
     assert works(run.take_over()) == repeated, "the next driver takes the new groups over"
+
+
+def test_a_driver_of_another_version_of_the_code_makes_engines_of_its_own(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = {engine.health()["pid"] for engine in run.take_over().engines}
+    monkeypatch.setattr(placement, "code_version", lambda: CodeVersion(package="9.9"))
+    assert pids.isdisjoint(engine.health()["pid"] for engine in run.take_over().engines)
 
 
 def test_a_driver_of_a_run_that_was_deleted_is_refused_by_the_engines_of_the_next_run_of_that_name(run: Run) -> None:
