@@ -4,8 +4,8 @@ Keepers whose users come while the engine works for others wait, and then go to 
 
     driver      a ─▶ call 1 [a]      b, c, d wait    ─▶ call 2 [b, c, d]
     actor            a: make, generate, finish          b: make, generate ┌ finish
-                                                        c: make           └ generate ┌ finish
-                                                        d: make                      └ generate, finish
+                                                        c:          make  └ generate ┌ finish
+                                                        d:                     make  └ generate, finish
 
 So keepers that come at once take two calls, however many they are. A keeper that comes to an idle engine does not wait
 for others. The engine generates for one of them at a time. What fails in one of them ends that one. The loss of the
@@ -15,10 +15,12 @@ engine ends all of the call, and those that wait: their users have to check the 
 import pickle
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -120,10 +122,12 @@ class _Keeping:
     def _run(self) -> None:
         try:
             with ThreadPoolExecutor(2, "keeping") as pool:
-                made = [pool.submit(make) for make in self._makes]
-                for place, making in enumerate(made):
-                    if not (self._ending.is_set() and making.cancel()):
-                        self._generate(place, making, pool)
+                makes = enumerate(self._makes)
+                ahead = deque((place, pool.submit(make)) for place, make in islice(makes, 1))
+                while ahead:
+                    if not self._ending.is_set():
+                        ahead.extend((place, pool.submit(make)) for place, make in islice(makes, 1))
+                    self._generate(*ahead.popleft(), pool)  # what is generated is in memory until it is finished
         except BaseException as error:
             self._error = error
         finally:

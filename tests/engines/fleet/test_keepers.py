@@ -1,6 +1,7 @@
 """Keepers of samples share the calls of their engine, and each of them ends for itself."""
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -111,6 +112,25 @@ def test_keepers_of_a_replaced_driver_are_aborted_and_closed_before_another_one_
     rest = [message for part in stream for message in part]
     assert rest[0] == (0, "aborted")
     assert [type(message) for place, message in rest if place == 1] == [Failed]
+
+
+def test_an_engine_holds_what_it_generates_and_the_keeper_before_and_after_that() -> None:
+    free, made = threading.Event(), list[weakref.ref[Numbers]]()
+
+    def make(number: int) -> Numbers:
+        keeper = Numbers(number, 10, wait=free if number == 4 else None)
+        made.append(weakref.ref(keeper))
+        return keeper
+
+    stream = (message for part in keepers().keep([partial(make, number) for number in range(8)]) for message in part)
+    left = {(3, Finished), (4, int)}
+    while left:
+        place, message = next(stream)
+        left.discard((place, type(message)))
+    wait_for(lambda: [place for place, keeper in enumerate(made) if keeper() is not None] == [4, 5])
+    assert len(made) == 6
+    free.set()
+    assert [message for message in stream if isinstance(message[1], Finished)][-1][0] == 7
 
 
 def test_no_further_keeper_generates_once_a_driver_aborts_what_it_generates() -> None:
