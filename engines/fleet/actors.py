@@ -242,7 +242,8 @@ class RolloutActor(EngineActor, ClientStreams, Keepers):
         self._admission = Admission(config.max_tokens_in_flight)
 
     def abort(self) -> None:
-        """Abort all that is being generated, and its stream."""
+        """Abort all that is being generated, its stream, and the keepers that would generate next."""
+        self.stop_keepers()
         self._samples.abort()
         self._made.abort()
 

@@ -10,8 +10,8 @@ Each role has a placement group. In an elastic fleet each rollout engine is a ro
 `rollout:1:0`, …, which joins and leaves alone: see `cairn.engines.fleet.membership`.
 
 On a joined cluster, actors and groups outlive a driver that is killed. The next driver of the same name takes over
-those that were made from the same configuration, and replaces the others. From then on the earlier driver can no longer
-change them, even if it still runs: see `cairn.engines.fleet.fencing`.
+those that the same version of the code made from the same configuration, and replaces the others. From then on the
+earlier driver can no longer change them, even if it still runs: see `cairn.engines.fleet.fencing`.
 """
 
 import math

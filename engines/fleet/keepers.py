@@ -4,25 +4,27 @@ Keepers whose users come while the engine works for others wait, and then go to 
 
     driver      a ─▶ call 1 [a]      b, c, d wait    ─▶ call 2 [b, c, d]
     actor            a: make, generate, finish          b: make, generate ┌ finish
-                                                        c: make           └ generate ┌ finish
-                                                        d: make                      └ generate, finish
+                                                        c:          make  └ generate ┌ finish
+                                                        d:                     make  └ generate, finish
 
 So keepers that come at once take two calls, however many they are. A keeper that comes to an idle engine does not wait
 for others. The engine generates for one of them at a time. What fails in one of them ends that one. The loss of the
-engine ends all of the call.
+engine ends all of the call, and those that wait: their users have to check the engine again.
 """
 
 import pickle
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from cairn.engines.types.errors import EngineError, is_device_failure
+from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout, is_device_failure
 from cairn.engines.types.keeping import Finished, Keeper, SampleSource, closed_in_the_end
 
 Make = Callable[[], Keeper]
@@ -37,18 +39,18 @@ ABORT_INTERVAL = 0.5
 class Failed:
     """Last message of a keeper that failed."""
 
-    error: Exception
-    trace: str = ""
-    """Traceback in the engine's process; empty where the call failed, whose error has one."""
+    error: BaseException
+    trace: str
+    """Traceback where it failed."""
 
     @classmethod
-    def of(cls, error: Exception) -> "Failed":
-        """Return the message for an error, which another process can read."""
+    def of(cls, error: BaseException) -> "Failed":
+        """Return the message for an error, with a copy of it that another process can read."""
         try:
-            pickle.loads(pickle.dumps(error))
+            own = pickle.loads(pickle.dumps(error))
         except Exception:  # whatever a class of errors does when it is read
-            return cls(EngineError(f"{type(error).__name__}: {error}"), traceback.format_exc())
-        return cls(error, "".join(traceback.format_exception(error)))
+            own = EngineError(f"{type(error).__name__}: {error}")
+        return cls(own, "".join(traceback.format_exception(error)))
 
 
 class Keepers:
@@ -61,7 +63,8 @@ class Keepers:
 
     def keep(self, makes: Sequence[Make]) -> Iterator[Messages]:
         """Make keepers and have them generate, one after the other. Yield their messages, of each Finished or Failed
-        last. Closing the iterator ends the generation. Raises errors of the GPU."""
+        last. Closing the iterator ends the generation. Raises what the engine was lost by, without a last message of
+        those that it ended."""
         call = _Keeping(self._source, self._usage, makes)
         self._keeping.add(call)
         try:
@@ -69,6 +72,11 @@ class Keepers:
         finally:
             call.end()
             self._keeping.discard(call)
+
+    def stop_keepers(self) -> None:
+        """Let no further keeper of the running calls generate."""
+        for call in list(self._keeping):
+            call.stop()
 
     def close_keepers(self) -> None:
         """End all keepers: those of a driver that was replaced. Return when what they took is durable."""
@@ -100,9 +108,13 @@ class _Keeping:
         if self._error is not None:
             raise self._error
 
+    def stop(self) -> None:
+        """Let no further keeper generate."""
+        self._ending.set()
+
     def end(self) -> None:
         """Return when all keepers have ended, soon."""
-        self._ending.set()
+        self.stop()
         while not self._ended.is_set():
             self._engine.abort()
             self._ended.wait(ABORT_INTERVAL)
@@ -110,9 +122,12 @@ class _Keeping:
     def _run(self) -> None:
         try:
             with ThreadPoolExecutor(2, "keeping") as pool:
-                made = [pool.submit(make) for make in self._makes]
-                for place, making in enumerate(made):
-                    self._generate(place, making, pool)
+                makes = enumerate(self._makes)
+                ahead = deque((place, pool.submit(make)) for place, make in islice(makes, 1))
+                while ahead:
+                    if not self._ending.is_set():
+                        ahead.extend((place, pool.submit(make)) for place, make in islice(makes, 1))
+                    self._generate(*ahead.popleft(), pool)  # what is generated is in memory until it is finished
         except BaseException as error:
             self._error = error
         finally:
@@ -125,7 +140,7 @@ class _Keeping:
             keeper = making.result()
             try:
                 if self._ending.is_set():
-                    raise EngineError("the engine was taken from its driver")
+                    raise EngineError("the engine was stopped before it came to these samples")
                 for message in keeper.generate(self._engine):
                     self._messages.put((place, message))
                 usage = self._usage()
@@ -133,9 +148,11 @@ class _Keeping:
                 with closed_in_the_end(keeper):
                     raise error
         except Exception as error:
-            if is_device_failure(error):
-                raise
-            self._messages.put((place, Failed.of(error)))
+            if is_device_failure(error) or isinstance(error, EngineDied | EngineTimeout):
+                self._error = error  # of the whole call
+                self.stop()
+            if self._error is None:
+                self._messages.put((place, Failed.of(error)))
         else:
             pool.submit(self._finish, place, keeper, usage)
 
@@ -179,9 +196,7 @@ class Gathered:
         while True:
             message = asked.messages.get()
             if isinstance(message, Failed):
-                if message.trace:
-                    raise message.error from EngineError(message.trace)
-                raise message.error
+                raise message.error from EngineError(message.trace)
             yield message
             if isinstance(message, Finished):
                 return
@@ -193,12 +208,14 @@ class Gathered:
                 self._calling = bool(asked)
             if not asked:
                 return
-            failed = Failed(EngineError("the engine did not finish the samples"))
+            failed: BaseException = EngineError("the engine did not finish the samples")
             try:
                 for messages in self._call([one.make for one in asked]):
                     for place, message in messages:
                         asked[place].messages.put(message)
-            except Exception as error:
-                failed = Failed(error)
+            except BaseException as error:  # a reader waits for each
+                failed = error
+                with self._lock:
+                    asked, self._waiting = [*asked, *self._waiting], []
             for one in asked:
-                one.messages.put(failed)  # which nobody reads where it has ended
+                one.messages.put(Failed.of(failed))  # which nobody reads where it has ended

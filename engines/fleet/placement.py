@@ -19,6 +19,7 @@ from cairn.engines.fleet.cluster import NAMESPACE, Cluster, ClusterError, machin
 from cairn.engines.fleet.fencing import NO_CLAIM, Tenure
 from cairn.engines.fleet.handles import CONTROL, SAVING, SENDING, STORING, UPDATING, Actor
 from cairn.engines.fleet.roles import LEAST_CPUS, ActorRole, BundlePlace, Slot, arrange, query_places, room_problem
+from cairn.storage.records import code_version
 
 LOOK_INTERVAL = 0.1
 """Seconds between two checks of bundles that have no machine yet."""
@@ -97,7 +98,7 @@ class Placement:
         self._prefix = f"cairn:{fleet_name}"
         self._tenure = tenure if cluster.joined else None
         self._lifetime = "detached" if self._tenure is not None else None
-        names = {role.name: f"{self._prefix}:{role.name}:{role.digest}-{_shape(role)}" for role in roles}
+        names = {role.name: f"{self._prefix}:{role.name}:{role.digest}-{_kind(role)}" for role in roles}
         existing = _groups(lambda name: name in names.values())
         self.require_held()
         _remove(_groups(lambda name: name.startswith(f"{self._prefix}:") and name not in names.values()), deadline)
@@ -220,9 +221,11 @@ def _largest_bundle(role: ActorRole) -> tuple[float, float]:
     return max(each.get("GPU", 0) for each in resources), max(each["CPU"] for each in resources)
 
 
-def _shape(role: ActorRole) -> str:
-    """Return the digest of the bundles: a different reservation needs another group."""
-    return hashlib.sha256(canonical_json([bundle.resources for bundle in role.bundles])).hexdigest()[:8]
+def _kind(role: ActorRole) -> str:
+    """Return the digest of the bundles and of the version of the code: a different reservation needs another group, and
+    actors that run other code may not know the calls of this driver."""
+    made_of = [[bundle.resources for bundle in role.bundles], code_version().model_dump()]
+    return hashlib.sha256(canonical_json(made_of)).hexdigest()[:8]
 
 
 def _groups(wanted: Callable[[str], bool]) -> dict[str, PlacementGroup]:

@@ -165,7 +165,7 @@ class ActorRole:
     num_threads: int
     digest: str
     """Digest of everything that the actors are made from. A driver takes over an earlier driver's actors only if the
-    digests are equal."""
+    digests are equal, and the versions of the code."""
     options: str
     """Names of the options that determine how much the role requests, for messages."""
     host: "ActorRole | None" = None

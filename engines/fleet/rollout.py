@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -337,8 +337,10 @@ class RolloutHandle(ModelHandle):
             return False
         self.call(CONTROL, RolloutActor.abort)  # nothing reads the results of the last driver's requests
         self.call(CONTROL, RolloutActor.close_streams)
-        with suppress(EngineError):  # what it took is durable then, and this driver finds it
-            self.call(KEEPING, RolloutActor.close_keepers).result(Deadline(self._config.timeout))
+        try:  # what it took is durable then, and this driver finds it
+            self.call(KEEPING, RolloutActor.close_keepers).result()
+        except EngineError:  # it may still be busy with them
+            return False
         if self._router is not None:
             self.call(CONTROL, Routed.follow, None)  # that driver's router may be gone
         return True

@@ -159,7 +159,7 @@ class WeightExchange:
         """
         called_at = time.monotonic()
         with engine.serving:
-            if _checked(engine, version, called_at - checked_within):
+            if not engine.suspect and _checked(engine, version, called_at - checked_within):
                 return
             engine.last_check = (0.0, None)
             checked_at = time.monotonic()
@@ -237,6 +237,8 @@ class WeightExchange:
             for target in targets:
                 target.leave_router()
             self._turns.for_update(targets)
+        for target in targets:
+            target.last_check = (0.0, None)
         checked_at = time.monotonic()
         begun = call_each(targets, RolloutEngine.begin_weight_update, version, in_flight=in_flight)
         try:
@@ -263,12 +265,18 @@ class WeightExchange:
             target.last_check = (checked_at, version)
 
     def _verify_checksums(self, targets: Sequence[RolloutHandle], publication: Publication, sent: str) -> None:
-        """Compare the checksums of what engines received with that of what was sent, for engines that report one.
-        Raises as `_dropped_where_wrong` does."""
+        """Compare the checksums of what engines received with that of what was sent, for engines that report one: of
+        all of them, since each may report the version from then on. Raises as `_dropped_where_wrong` does."""
         calls = [one.call(UPDATING, RolloutEngine.weights_checksum) for one in targets if one.reports_checksum]
+        failed = list[EngineError]()
         for call in calls:
-            with self._dropped_where_wrong(call.engine, publication):
-                verify_checksum(call, publication, sent)
+            try:
+                with self._dropped_where_wrong(call.engine, publication):
+                    verify_checksum(call, publication, sent)
+            except EngineError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
     def _verify_loaded(self, targets: Sequence[RolloutHandle], publication: Publication) -> None:
         """Compare what engines of one layout made of the weights, where that is asked for. Raises as
@@ -342,8 +350,8 @@ class WeightExchange:
             for engine in engines:
                 engine.routed = version
             for other in self._rollout:
-                if other.routed != version:
-                    other.routed = None
+                if other.routed not in (None, version):
+                    other.routed, other.last_check = None, (0.0, None)
             workers = {one: one.worker for one in self._rollout if one.worker is not None}
             self._router.serve([worker for one, worker in workers.items() if one.routed == version])
             for engine in engines:

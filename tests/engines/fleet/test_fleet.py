@@ -436,20 +436,23 @@ def test_an_engine_begins_a_broken_off_update_again_and_is_left_alone_where_it_s
         assert serve_all(fleet, version) == [version, version]
 
 
-def test_an_engine_that_holds_other_weights_than_were_published_serves_nothing(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+def test_engines_with_other_weights_than_were_published_serve_nothing_and_are_not_trusted_with_earlier_ones(
+    fleet: Fleet,
 ) -> None:
     older = train_once(fleet)
-    fleet.weights.publish(older, keep=2)
+    sync(fleet)
     version = train_once(fleet)
     fleet.weights.publish(version, keep=2)
     _, stored = fleet.weights._find(older)
     publication, _ = fleet.weights._find(version)
     fleet.weights._stored[version] = (publication, stored)
     with pytest.raises(WeightsDiffer, match=f"rollout:0 received weights .* version {version} was published with"):
-        fleet.weights.serve(fleet.rollout[0], version)
-    assert versions(fleet)[0] is None
+        fleet.weights.serve(fleet.rollout[0], version, beside=fleet.rollout)
+    assert versions(fleet) == [None, None]
     assert version not in fleet.weights.published()
+    for engine in fleet.rollout:
+        fleet.weights.serve(engine, older, checked_within=600)
+    assert versions(fleet) == [older, older]
 
 
 SEVERAL_FILES = """

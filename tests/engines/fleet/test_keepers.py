@@ -1,6 +1,7 @@
 """Keepers of samples share the calls of their engine, and each of them ends for itself."""
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from cairn.engines.fleet.keepers import Failed, Gathered, Keepers, Make, Messages
-from cairn.engines.types.errors import EngineDied, EngineError
+from cairn.engines.types.errors import EngineDied, EngineError, EngineTimeout
 from cairn.engines.types.keeping import Finished, KeeperRefused
 from tests.waiting import wait_for
 
@@ -81,10 +82,23 @@ def test_what_fails_in_one_keeper_ends_that_one_alone() -> None:
     assert [keeper.closed for keeper in made] == [1] * 4
 
 
-def test_an_error_of_the_gpu_ends_the_call_with_all_its_keepers() -> None:
-    made = [Numbers(RuntimeError("CUDA error: unspecified launch failure")), Numbers(1)]
-    with pytest.raises(RuntimeError, match="CUDA error"):
-        list(keepers().keep([partial(lambda keeper: keeper, keeper) for keeper in made]))
+@pytest.mark.parametrize(
+    "lost", [RuntimeError("CUDA error: unspecified launch failure"), EngineDied("no server"), EngineTimeout("silent")]
+)
+def test_the_loss_of_the_engine_ends_the_call_before_other_keepers_generate(lost: Exception) -> None:
+    made = [Numbers(1, 2), Numbers(1, lost), Numbers(3), Numbers(4)]
+    taken = list[Numbers]()
+
+    def make(keeper: Numbers) -> Numbers:
+        taken.append(keeper)
+        return keeper
+
+    messages = list[tuple[int, Any]]()
+    stream = keepers().keep([partial(make, keeper) for keeper in made])
+    with pytest.raises(type(lost), match=str(lost)):
+        messages.extend(message for part in stream for message in part)
+    assert sorted(messages, key=lambda one: one[0]) == [(0, 1), (0, 2), (0, Finished(3, {"running": 3})), (1, 1)]
+    assert [keeper.closed for keeper in taken] == [1] * len(taken)
 
 
 def test_keepers_of_a_replaced_driver_are_aborted_and_closed_before_another_one_goes_on() -> None:
@@ -98,6 +112,37 @@ def test_keepers_of_a_replaced_driver_are_aborted_and_closed_before_another_one_
     rest = [message for part in stream for message in part]
     assert rest[0] == (0, "aborted")
     assert [type(message) for place, message in rest if place == 1] == [Failed]
+
+
+def test_an_engine_holds_what_it_generates_and_the_keeper_before_and_after_that() -> None:
+    free, made = threading.Event(), list[weakref.ref[Numbers]]()
+
+    def make(number: int) -> Numbers:
+        keeper = Numbers(number, 10, wait=free if number == 4 else None)
+        made.append(weakref.ref(keeper))
+        return keeper
+
+    stream = (message for part in keepers().keep([partial(make, number) for number in range(8)]) for message in part)
+    left = {(3, Finished), (4, int)}
+    while left:
+        place, message = next(stream)
+        left.discard((place, type(message)))
+    wait_for(lambda: [place for place, keeper in enumerate(made) if keeper() is not None] == [4, 5])
+    assert len(made) == 6
+    free.set()
+    assert [message for message in stream if isinstance(message[1], Finished)][-1][0] == 7
+
+
+def test_no_further_keeper_generates_once_a_driver_aborts_what_it_generates() -> None:
+    engine = Aborted()
+    kept = keepers(engine)
+    stream = kept.keep([partial(Numbers, number, 10, wait=engine.aborted) for number in range(8)])
+    assert next(stream) == [(0, 0)]
+    kept.stop_keepers()
+    engine.abort()
+    rest = [message for part in stream for message in part]
+    generated = [message for message in rest if not isinstance(message[1], Failed)]
+    assert generated == [(0, "aborted"), (0, Finished(10, {"running": 3}))]
 
 
 def test_keepers_that_wait_for_an_engine_share_its_next_call() -> None:
@@ -134,3 +179,23 @@ def test_the_loss_of_the_engine_ends_all_keepers_of_a_call_and_the_next_ones_are
         list(gathered.keep(partial(Numbers, 1, 2, wait=engine.aborted)))
     engine.aborted.clear()
     assert list(gathered.keep(partial(Numbers, 3))) == [3, Finished(3, {"running": 3})]
+
+
+def test_keepers_that_wait_for_an_engine_fail_with_its_loss_each_by_an_error_of_its_own() -> None:
+    calls, lost = list[int](), threading.Event()
+
+    def call(makes: Sequence[Make]) -> Iterator[Messages]:
+        calls.append(len(makes))
+        assert lost.wait(10)
+        raise EngineDied("gone")
+        yield []
+
+    gathered = Gathered(call)
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(lambda n: list(gathered.keep(partial(Numbers, n))), number) for number in range(3)]
+        wait_for(lambda: sum(calls) + len(gathered._waiting) == 3)
+        lost.set()
+        errors = [one.exception() for one in asked]
+    assert [(type(error), str(error)) for error in errors] == [(EngineDied, "gone")] * 3
+    assert len({id(error) for error in errors}) == 3  # a step is retried after its own error alone
+    assert len(calls) == 1

@@ -1,5 +1,6 @@
 """Two drivers on one cluster: the one that lost its run to the other destroys nothing, and is obeyed by nobody."""
 
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table, remove_placement_group
 
+from cairn.engines.fleet import placement
 from cairn.engines.fleet.actors import EngineActor, RolloutActor
 from cairn.engines.fleet.calls import Deadline, result
 from cairn.engines.fleet.cluster import Cluster
@@ -16,11 +18,14 @@ from cairn.engines.fleet.fencing import Claim, Tenure
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.placement import Placement
 from cairn.engines.fleet.roles import ActorRole, Bundle
+from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.types.errors import EngineDied, Superseded
+from cairn.engines.types.keeping import SampleSource
 from cairn.engines.types.types import Completion, SamplingParams
 from cairn.storage.ledger.leases import Lease, Outcome
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.opening import open_store
+from cairn.storage.records import CodeVersion
 from cairn.storage.store.errors import LeaseLost
 from tests.engines.agents.episodes.test_samples import all_of
 from tests.engines.fleet.test_episodes import PARAMS, asked, users
@@ -154,6 +159,32 @@ def test_a_driver_that_loses_its_run_while_it_waits_for_room_leaves_its_groups_t
     remove_placement_group(ray.util.get_placement_group(name))
 
 
+class Deaf:
+    """A keeper that generates for longer than a test lasts, and hears no abort."""
+
+    def generate(self, engine: SampleSource) -> Iterator[int]:
+        yield 1
+        time.sleep(600)
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_an_engine_that_is_busy_for_a_replaced_driver_and_does_not_stop_is_replaced(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = run.take_over()
+    pid = old.rollout[0].health()["pid"]
+    keeper = old.rollout[0].keep(Deaf)
+    assert next(keeper) == 1
+    monkeypatch.setattr(RolloutHandle, "patience", lambda engine: Deadline(10))
+    new = run.take_over()
+    assert new.rollout[0].health()["pid"] != pid
+    with pytest.raises(EngineDied):
+        next(keeper)
+
+
 def test_engines_whose_placement_group_is_gone_get_another(run: Run) -> None:
     fleet = run.take_over()
     pids = works(fleet)
@@ -166,6 +197,14 @@ def test_engines_whose_placement_group_is_gone_get_another(run: Run) -> None:
     assert groups() == ["episodes", "rollout", "training"]
     repeated = works(fleet)
     assert works(run.take_over()) == repeated, "the next driver takes the new groups over"
+
+
+def test_a_driver_of_another_version_of_the_code_makes_engines_of_its_own(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = {engine.health()["pid"] for engine in run.take_over().engines}
+    monkeypatch.setattr(placement, "code_version", lambda: CodeVersion(package="9.9"))
+    assert pids.isdisjoint(engine.health()["pid"] for engine in run.take_over().engines)
 
 
 def test_a_driver_of_a_run_that_was_deleted_is_refused_by_the_engines_of_the_next_run_of_that_name(run: Run) -> None:

@@ -86,9 +86,9 @@ def test_weights_that_a_colocated_server_did_not_receive_as_published_are_sent_a
     found: list[str] = []
     serving = WeightExchange.serve
 
-    def recorded(*args: Any) -> None:
+    def recorded(*args: Any, **kwargs: Any) -> None:
         try:
-            serving(*args)
+            serving(*args, **kwargs)
         except WeightsDiffer as error:
             found.append(str(error))
             raise
