@@ -172,9 +172,9 @@ def files_of(run: str, iterations: int, shards: Sequence[str] = TWO, first: int 
             else:
                 yield commit.path, commit.to_bytes()
         for number, begin in enumerate(range(0, len(shared), OF_A_RECORD)):
-            first = repeated_from(number)
-            commits = shared[first * OF_A_RECORD : begin + OF_A_RECORD]
-            yield layout.record(run, index, number), record_bytes(commits, first if first < number else None)
+            path, repeated = layout.record(run, index, number), repeated_from(number) * OF_A_RECORD
+            shared[begin : begin + OF_A_RECORD] = [one.within(path) for one in shared[begin : begin + OF_A_RECORD]]
+            yield path, record_bytes(shared[begin : begin + OF_A_RECORD], shared[repeated:begin])
 
 
 def unread_files(run: str, iterations: int) -> Iterator[tuple[str, bytes]]:

@@ -171,7 +171,7 @@ class TrainingHandle(ModelHandle):
             written = self._written(self.call_all(SAVING, TrainingRank.write_copy, url, folder), deadline)
             indexes = [files[-1] for files in written]
             description = self.call(SAVING, TrainingRank.describe_copy, url, folder, indexes).result()
-        except (EngineDied, EngineTimeout):  # a part of the copy is gone with its rank
+        except EngineError:  # a part of the copy was not made, or is gone with its rank
             self._copy = None
             raise
         return [*(file for files in written for file in files), description]

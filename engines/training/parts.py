@@ -29,6 +29,7 @@ from cairn.engines.training.checkpoint import Described, HashedFile, write_seale
 from cairn.engines.training.process import gathered
 from cairn.engines.training.regions import Region
 from cairn.engines.training.sharding import raise_together, raising_together
+from cairn.engines.types.errors import EngineError
 from cairn.engines.weights.bits import bit_array
 from cairn.storage.store.canonical import seal, unseal
 from cairn.storage.store.errors import Damaged
@@ -180,11 +181,16 @@ def _copy(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: "torch.cu
 
 
 def write_copy(store: Store, folder: str, copy: HostCopy) -> list[StoredFile]:
-    """Write a rank's files, and then its index, which is returned last. Raises the store's errors.
+    """Write a rank's files, and then its index, which is returned last. Raises the store's errors, and EngineError if
+    the copy failed.
 
     Calls no other rank, so it may run while the rank trains.
     """
-    copy._made.result()
+    try:
+        copy._made.result()
+    except Exception as error:
+        message = f"the state was not copied to the host ({error!s:.200}): it has to be copied again"
+        raise EngineError(message) from error
 
     def write(number: int) -> PartFile:
         data = copy.files[number].numpy().tobytes()

@@ -97,7 +97,7 @@ def main() -> None:
 
     def leave() -> None:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(ValueError):  # the stream is closed
+            with suppress(ValueError, AttributeError):  # the stream is closed, or never was open
                 try:
                     stream.flush()
                 except OSError:  # a full disk: what was printed is not whole
@@ -109,6 +109,9 @@ def main() -> None:
         app()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else FAILED if end.code else 0
+        raise
+    except KeyboardInterrupt:
+        code = INTERRUPTED
         raise
 
 

@@ -21,6 +21,7 @@ can be removed, because the next one names its digest.
 
 import getpass
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -182,6 +183,7 @@ class Decisions:
         self._store = store
         self._run, self._identity = manifest.run, manifest.identity
         self._known: tuple[Decision, ...] | None = None
+        self._keeping = threading.Lock()
 
     def all(self) -> tuple[Decision, ...]:
         """Return every decision in order.
@@ -200,8 +202,13 @@ class Decisions:
             if after.previous != (before.digest if before else None):
                 path = layout.decision(self._run, after.number)
                 raise Damaged(f"{path} does not follow the decision before it: one of the two was altered")
-        self._known = known
+        self._keep(known)
         return known
+
+    def _keep(self, known: tuple[Decision, ...]) -> None:
+        with self._keeping:  # another thread may have read or recorded more meanwhile
+            if self._known is None or len(known) > len(self._known):
+                self._known = known
 
     @property
     def known(self) -> tuple[Decision, ...]:
@@ -239,8 +246,7 @@ class Decisions:
             path = layout.decision(self._run, decision.number)
             read_manifest(self._store, self._run)  # raises where the run is being deleted
             if self._store.create(path, canonical.seal(decision.model_dump(mode="json")), guard):
-                if self._known == so_far:
-                    self._known = (*so_far, decision)
+                self._keep((*so_far, decision))
                 return decision
 
     def gates(self) -> dict[int, GateStatus]:

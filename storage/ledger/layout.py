@@ -329,7 +329,12 @@ def commit(name: str, iteration: int, step: str, shard: str | None = None) -> st
 
 def record(name: str, iteration: int, number: int) -> str:
     """Return the path of one record of the commits of an iteration's shards, counted from 0."""
-    return f"{iterations(name)}/{digits(iteration)}/shards.{digits(number, 'record')}.json"
+    return f"{iterations(name)}/{digits(iteration)}/{record_name(number)}"
+
+
+def record_name(number: int) -> str:
+    """Return the name of a record in its iteration's folder."""
+    return f"shards.{digits(number, 'record')}.json"
 
 
 def parse_record(name: str) -> int | None:

@@ -14,8 +14,9 @@ own. Each commit has its own name, inputs and digest, as in a file of its own. E
 file; these stay valid, also within one iteration. Of a record and such a file with the same commit, the record counts.
 
 Every fourth record repeats the commits of the three before it, every 16th those of the 15 before it, and so on, as long
-as they fit. So a reader of n records needs few of them (at most 3 for each power of 4), and a commit is written at most
-once more for each power of 4.
+as they fit, in a field of its own, with the numbers of their records. So a reader of n records needs few of them (at
+most 3 for each power of 4), a commit is written at most once more for each power of 4, and its place is always the
+record that had it first. Versions that repeat nothing read every record, and pass over that field.
 
 A commit waits for its record until
 
@@ -64,63 +65,74 @@ def repeated_from(number: int) -> int:
     return count - width
 
 
-def record_bytes(commits: Sequence[Commit], repeats: int | None = None) -> bytes:
+def record_bytes(commits: Sequence[Commit], repeated: Sequence[Commit] = ()) -> bytes:
     """Return the content of a record of commits of one iteration. Equal environments are stored once.
 
-    `repeats`: the number of the first record whose commits are among them, with those of all later ones.
+    `repeated`: commits of the records before, as far back as `repeated_from` says.
     """
     environments: dict[str, Any] = {}
-    listed = []
-    for commit in commits:
+
+    def listed(commit: Commit) -> dict[str, Any]:
         fields = commit.as_fields()
         name = canonical.digest(fields["environment"])
         environments[name] = fields["environment"]
-        listed.append({**fields, "environment": name, "digest": commit.digest})
-    fields = {"schema_version": FORMAT, "environments": environments, "commits": listed}
-    return canonical.seal(fields if repeats is None else {**fields, "repeats": repeats})
+        return {**fields, "environment": name, "digest": commit.digest}
+
+    lists = {"commits": list(map(listed, commits))}
+    if repeated:
+        lists["repeated"] = [{**listed(one), "record": _number_of(one)} for one in repeated]
+    return canonical.seal({"schema_version": FORMAT, "environments": environments, **lists})
 
 
-def commits_of_record(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+def commits_of_record(fields: Mapping[str, Any], listed: str = "commits") -> list[dict[str, Any]]:
     """Return the fields of each commit of a record, with its digest. Raises ValueError if the fields are no record's.
 
-    Commits with equal environments have one and the same object.
+    Commits with equal environments have one and the same object. `listed`: "repeated" for those of the records before
+    that it repeats.
     """
     try:
-        environments, listed = fields["environments"], fields["commits"]
-        return [{**one, "environment": environments[one["environment"]]} for one in listed]
+        environments, commits = fields["environments"], fields[listed]
+        return [{**one, "environment": environments[one["environment"]]} for one in commits]
     except (KeyError, TypeError) as error:
         raise ValueError(f"it is no record of commits: {error!r}") from None
 
 
 def read_commits(data: bytes, path: str) -> list[Commit]:
-    """Return the commits in a file of an iteration: a record, or a commit of its own.
+    """Return the commits in a file of an iteration: a commit of its own, or a record. Those that a record repeats come
+    first, with the paths of the records that had them first.
 
     Raises Damaged, naming `path`, unless `data` are the bytes that were committed at `path`.
     """
-    number = layout.parse_record(path.rpartition("/")[2])
-    return [Commit.from_bytes(data, path)] if number is None else _read_record(data, path, number)[1]
-
-
-def _read_record(data: bytes, path: str, number: int) -> tuple[int, list[Commit]]:
-    """Return the number of the first record whose commits a record repeats, and all its commits."""
+    folder, _, name = path.rpartition("/")
+    number = layout.parse_record(name)
+    if number is None:
+        return [Commit.from_bytes(data, path)]
     environments: dict[int, Environment] = {}
-    commits = []
+    commits: list[Commit] = []
     with naming_damaged(f"record {path}"):
         whole = unsealed_fields(data)
-        repeats = whole.get("repeats", number)
-        if repeats not in (number, repeated_from(number)):
-            raise ValueError(f"it repeats the records from number {repeats} on")
-        for fields in commits_of_record(whole):
+        first = repeated_from(number) if whole.get("repeated") else number
+        repeated = commits_of_record(whole, "repeated") if first < number else []
+        if {str(one.get("record")) for one in repeated} != set(map(str, range(first, number))):
+            raise ValueError(f"it does not repeat all records from number {first} on")
+        for fields in [*repeated, *commits_of_record(whole)]:
             own, digest = fields["environment"], fields.pop("digest", None)
+            record = f"{folder}/{layout.record_name(fields.pop('record', number))}"
             # Thousands of commits may be in memory.
             shared = environments.setdefault(id(own), Environment.model_validate(own))
-            commits.append(Commit.model_validate({**fields, "environment": shared}).within(path))
+            commits.append(Commit.model_validate({**fields, "environment": shared}).within(record))
             if commits[-1].digest != digest:
                 raise ValueError(f"{commits[-1].name} has another digest than it records")
     for commit in commits:
-        if commit.step not in SHARED or path.rpartition("/")[0] != layout.iteration(commit.run, commit.iteration):
+        if commit.step not in SHARED or folder != layout.iteration(commit.run, commit.iteration):
             raise Damaged(f"record {path} is in the wrong place: it names {commit.name} of run {commit.run}")
-    return repeats, commits
+    return commits
+
+
+def _number_of(commit: Commit) -> int:
+    number = layout.parse_record(commit.path.rpartition("/")[2])
+    assert number is not None
+    return number
 
 
 class Records:
@@ -218,7 +230,9 @@ class Records:
                 while new := [one for one in commits if (one.step, one.shard) not in self._commits]:
                     path = self._path(self._number)
                     placed = [one.within(path) for one in new]
-                    data = self._repeating(placed) or record_bytes(placed)
+                    data = record_bytes(placed, self._to_repeat())
+                    if len(data) > _FULL:
+                        data = record_bytes(placed)
                     while len(data) > _FULL and len(placed) > 1:
                         placed = placed[: len(placed) // 2]
                         data = record_bytes(placed)
@@ -232,21 +246,18 @@ class Records:
                 raise
             return [self._commits[one.step, one.shard] for one in commits]
 
-    def _repeating(self, new: Sequence[Commit]) -> bytes | None:
-        """Return the content of the next record with all commits that it repeats; None if it repeats none."""
-        first = repeated_from(self._number)
-        if first == self._number:
-            return None
-        begin = self._path(first)
-        before = [one for one in self._commits.values() if one.path >= begin]
-        data = record_bytes([*before, *new], first)
-        return data if len(data) <= _FULL else None
+    def _to_repeat(self) -> list[Commit]:
+        """Return the commits that the next record repeats, if it has room."""
+        numbers = range(repeated_from(self._number), self._number)
+        commits = [one for one in self._commits.values() if numbers and one.path >= self._path(numbers[0])]
+        return commits if set(map(_number_of, commits)) == set(numbers) else []
 
     def _add(self, number: int, path: str, data: bytes) -> int:
-        repeats, commits = _read_record(data, path, number)
+        """Add the commits of a record. Return the number of the first one whose commits it has."""
+        commits = read_commits(data, path)
         for commit in commits:
             self._commits.setdefault((commit.step, commit.shard), commit)
-        return repeats
+        return min(map(_number_of, commits), default=number)
 
     def _path(self, number: int) -> str:
         return layout.record(self._run, self._iteration, number)

@@ -417,10 +417,7 @@ class Catalogue:
             write_index(self.store.url, self._ledgers[owner].manifest, known)
         here = pc.is_in(known.column("file"), pa.array(sorted(listed), pa.string()))
         wanted = pc.is_in(known.column("step"), pa.array(sorted(steps), pa.string()))
-        commits = known.filter(pc.and_(here, wanted)).sort_by([("name", "ascending"), ("file", "ascending")])
-        names = commits.column("name").to_pylist()
-        first = [one != before for before, one in zip([None, *names], names, strict=False)]  # records repeat commits
-        return commits.filter(pa.array(first, pa.bool_()))
+        return known.filter(pc.and_(here, wanted)).sort_by([("name", "ascending")])
 
     def _index(self, owner: str) -> pa.Table:
         """Return the cached commits of a run that the store still has."""

@@ -227,17 +227,30 @@ def _read_all(
     digests to `digests` by name."""
     for iteration, paths in markers:
         read = readers.map(lambda path: _read_commits(store, path), paths)
-        commits: dict[str, Commit | Finding] = {}
-        for commit in itertools.chain.from_iterable(read):
-            if isinstance(commit, Finding):
-                commits[commit.path] = commit
-                continue
-            first = commits.setdefault(commit.name, commit)  # a record may repeat it
-            if isinstance(first, Commit) and first.digest != commit.digest:
-                message = f"{commit.name} is another commit there than in {first.path}"
-                commits[commit.path] = Finding(fault=Fault.UNREADABLE, path=commit.path, message=message)
-        digests |= {one.name: one.digest for one in commits.values() if isinstance(one, Commit)}
-        yield iteration, list(commits.values())
+        commits: list[Commit | Finding] = []
+        held: dict[tuple[str, str], str] = {}
+        """Digest of each commit, by its path and name."""
+        without = set[str]()
+        """Paths of files that are damaged or missing."""
+        for path, found in zip(paths, read, strict=True):
+            for one in found:
+                if isinstance(one, Finding):
+                    commits.append(one)
+                    without.add(path)
+                    continue
+                place = one.path, one.name
+                if one.path == path or (one.path not in paths and place not in held):
+                    commits.append(one)
+                    held[place] = one.digest
+                    if one.path not in paths and one.path not in without and not store.exists(one.path):
+                        message = f"{one.path} is missing, and {path} repeats its commits"
+                        commits.append(Finding(fault=Fault.MISSING, path=one.path, message=message))
+                        without.add(one.path)
+                elif one.path not in without and held.get(place) != one.digest:
+                    message = f"{one.name} is another commit there than in {one.path}"
+                    commits.append(Finding(fault=Fault.UNREADABLE, path=path, message=message))
+        digests |= {one.name: one.digest for one in commits if isinstance(one, Commit)}
+        yield iteration, commits
 
 
 def _ahead(count: int, items: Iterator[Item]) -> Iterator[Item]:

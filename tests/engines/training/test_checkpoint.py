@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cairn.engines.fleet.training import TrainingHandle, _Copy
 from cairn.engines.training import parts
 from cairn.engines.training.checkpoint import in_buckets
 from cairn.engines.training.torch.engine import TorchEngine
@@ -117,6 +118,26 @@ def test_a_change_of_the_state_waits_for_a_slow_copy_of_it(
     engine.describe_copy(store, "c", files[-1:])
     other = make_engine(folder)
     other.load(store, "c")
+    assert other.state_digest() == digest
+
+
+def test_a_copy_that_failed_is_an_error_of_the_engine_and_the_next_one_is_whole(
+    folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    engine = trained(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(parts, "_copy", fail)
+        engine.copy_state()
+        step(engine, store)
+        with pytest.raises(EngineError, match=r"not copied to the host \(CUDA error: .*\): it has to be copied again"):
+            engine.write_copy(store, "c")
+    digest = engine.state_digest()
+    engine.save(store, "d")
+    other = make_engine(folder)
+    other.load(store, "d")
     assert other.state_digest() == digest
 
 
@@ -289,3 +310,17 @@ def test_buckets_keep_the_order_and_the_limit() -> None:
     tensors = [(name, torch.zeros(size)) for name, size in (("a", 10), ("b", 10), ("c", 50), ("d", 5), ("e", 20))]
     buckets = [list(bucket) for bucket in in_buckets(tensors, 100)]
     assert buckets == [["a", "b"], ["c"], ["d", "e"]]
+
+
+def test_a_step_that_is_tried_again_copies_again_what_a_rank_failed_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failed:
+        def result(self, *_: Any) -> None:
+            raise EngineError("the state was not copied to the host")
+
+    training = object.__new__(TrainingHandle)
+    monkeypatch.setattr(TrainingHandle, "call_all", lambda *_: [Failed()])
+    vars(training).update(name="training", restarts=0, _timeout=1.0, _copy=_Copy(3, "digest", 0, 1))
+    assert training.holds_copy(3, "digest")
+    with pytest.raises(EngineError, match="not copied"):
+        training.write_copy("store", "c")
+    assert not training.holds_copy(3, "digest")

@@ -66,6 +66,24 @@ def test_a_command_ends_in_order_with_its_code_and_all_that_it_printed(
     assert done.stdout.endswith("joined\n")
 
 
+def test_a_command_without_an_open_output_ends_in_order() -> None:
+    done = subprocess.run(f'"{CAIRN}" runs >&-', shell=True, capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr
+
+
+def test_an_interrupt_that_no_command_handles_ends_with_its_code() -> None:
+    script = """
+import cairn.flows.cli, sys
+
+def interrupted():
+    raise KeyboardInterrupt
+
+sys.modules["cairn.flows.cli.app"].app = interrupted
+cairn.flows.cli.main()
+"""
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60).returncode == 130
+
+
 def test_output_that_cannot_be_written_is_no_success() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:

@@ -88,3 +88,21 @@ def test_a_run_that_is_being_deleted_takes_no_decision(ledger: Ledger) -> None:
     with pytest.raises(BeingDeleted):
         ledger.decisions.record(lambda so_far: Verdict(iteration=1, approved=True))
     assert not ledger.store.exists(layout.decision("toy", 1))
+
+
+def test_a_decision_that_one_thread_records_while_another_reads_stays_known(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ledger.decisions.all() == ()
+    read, made = ledger.store.read, list[Decision]()
+
+    def record_meanwhile(path: str) -> bytes:
+        monkeypatch.undo()
+        try:
+            return read(path)  # there is none yet
+        finally:
+            made.append(ledger.decisions.record(lambda so_far: Gate(iteration=1, cause="asked")))
+
+    monkeypatch.setattr(ledger.store, "read", record_meanwhile)
+    ledger.decisions.all()
+    assert ledger.decisions.known == tuple(made)

@@ -14,6 +14,7 @@ from cairn.storage.ledger.commits import Commit, Step
 from cairn.storage.ledger.ledger import Ledger
 from cairn.storage.ledger.shards import PACE, Records, read_commits, record_bytes
 from cairn.storage.query.catalogue import Catalogue
+from cairn.storage.store import canonical
 from cairn.storage.store.errors import Damaged, LeaseLost, StoreError
 from cairn.storage.store.store import Store
 from cairn.storage.upkeep.collector import garbage
@@ -129,12 +130,42 @@ def test_a_reader_needs_few_of_many_records_and_finds_every_commit(
 def test_a_record_that_repeats_a_commit_differently_is_a_finding(ledger: Ledger, store: Store) -> None:
     made = [commit_step(ledger, 0, Step.ROLLOUT, shard, shared=True) for shard in SHARDS[:4]]
     path = made[-1].path
-    assert len(read_commits(store.read(path), path)) == 4
+    assert [one.path for one in read_commits(store.read(path), path)] == [one.path for one in made]
     assert not [finding for check in verify(ledger) for finding in check.findings if finding.path == path]
     forged = made[0].model_copy(update={"started_at": 2.0})
-    store.write(path, record_bytes([forged, *made[1:]], 0))
+    store.write(path, record_bytes(made[3:], [forged, *made[1:3]]))
     findings = [finding for check in verify(Ledger.open(store, "run")) for finding in check.findings]
     assert (Fault.UNREADABLE, path) in {(finding.fault, finding.path) for finding in findings}
+
+
+def test_a_lost_record_is_a_finding_and_its_commits_are_found_where_a_later_one_repeats_them(
+    ledger: Ledger, store: Store
+) -> None:
+    made = [commit_step(ledger, 0, Step.ROLLOUT, shard, shared=True) for shard in SHARDS[:16]]
+    store.delete(made[1].path)
+    assert Ledger.open(store, "run").commits(0) == made
+    checks = list(verify(Ledger.open(store, "run")))
+    assert [check.name for check in checks if check.is_commit].count(made[1].name) == 1
+    findings = [finding for check in checks for finding in check.findings]
+    assert [finding.path for finding in findings if finding.fault is Fault.MISSING] == [made[1].path]
+
+
+@pytest.mark.parametrize("records", [[0, 1], [0, 1, 2, 3], [0, 1, True], [0, 1, 2.0], [0, 1, [2]], [-1, 1, 2]])
+def test_a_record_that_does_not_repeat_all_that_its_number_says_is_damage(
+    ledger: Ledger, store: Store, records: list[Any]
+) -> None:
+    made = [commit_step(ledger, 0, Step.ROLLOUT, shard, shared=True) for shard in SHARDS[:4]]
+    path = made[-1].path
+    fields = canonical.unseal(store.read(path))
+    repeated = [{**fields["repeated"][0], "record": number} for number in records]
+    with pytest.raises(Damaged, match="does not repeat all records from number 0 on"):
+        read_commits(canonical.seal({**fields, "repeated": repeated}), path)
+
+
+def test_versions_that_read_every_record_find_each_commit_once(ledger: Ledger, store: Store) -> None:
+    made = [commit_step(ledger, 0, Step.ROLLOUT, shard, shared=True) for shard in SHARDS[:16]]
+    listed = [canonical.unseal(store.read(path))["commits"] for path in records_of(ledger)]
+    assert [one["digest"] for own in listed for one in own] == [one.digest for one in made]
 
 
 def test_a_driver_that_was_taken_over_records_nothing(ledger: Ledger, store: Store) -> None:
