@@ -335,6 +335,8 @@ class Pages:
         for _ in range(min(most, len(self._unread))):
             index = self._unread.pop()
             selection = find_selection(self._run, index)
+            if selection is not None and "raw_reward" not in selection.metrics:  # earlier versions: of trained samples
+                selection = self._run.find(index, Step.ADVANTAGE)
             if selection is not None and "raw_reward" in selection.metrics:
                 self._rewards[index] = selection.metrics["raw_reward"]
 

@@ -243,6 +243,22 @@ def test_after_a_kill_nothing_is_doubled_and_nothing_is_lost(ledger: Ledger, sto
     assert stored.of("-progress")[-1] == "Done: 2 iterations"
 
 
+def test_earlier_rewards_are_those_of_the_trained_samples_where_no_others_are_recorded(
+    ledger: Ledger, stored: Stored
+) -> None:
+    run: Any = Driven(ledger)
+
+    def find(iteration: int, step: Step, shard: str | None = None) -> Commit | None:
+        commit = ledger.find(iteration, step, shard)
+        return commit.model_copy(update={"metrics": {}}) if commit is not None and step is Step.FILTER else commit
+
+    run.find = find
+    pages = Pages(run)
+    pages(RunStarted(ledger.run, 1, 2, 3))
+    assert pages._rewards == {0: 0.5, 1: 0.5}
+    pages.stop()
+
+
 def test_a_silent_prefect_is_told_once_and_gets_what_is_owed_later(ledger: Ledger, stored: Stored) -> None:
     run: Any = Driven(ledger)
     pages = Pages(run)
