@@ -30,19 +30,26 @@ TOTALS = (8, 64, 1024)
 
 COSTS = Costs(
     {
-        "CPU seconds": {"run": 0.057, "shard": 0.0792, "sample": 0.000688, "million tokens": 0.953},
-        "tail CPU seconds": {"run": 0.0432, "shard": 0.00125, "sample": 0.0000932, "million tokens": 0.127},
-        "memory MB": {"run": 378, "shard": 2.23, "million tokens": 265},
-        "requests": {"run": 14.7, "shard": 6.67},
-        "paced requests": {"shard": 4.75},
-        "calls": {"run": 10, "shard": 2, "engine": 5},
+        "CPU seconds": {
+            "run": 0.0938,
+            "shard": 0.0317,
+            "engine": 0.00779,
+            "sample": 0.000245,
+            "million tokens": 0.0344,
+        },
+        "tail CPU seconds": {"run": 0.0184, "shard": 0.00322, "engine": 0.00204, "sample": 9.29e-05},
+        "memory MB": {"run": 375, "shard": 1.41, "million tokens": 27.2},
+        "requests": {"run": 17.6, "shard": 5.71},
+        "paced requests": {"shard": 4.49},
+        "calls": {"run": 11.4, "shard": 0.333, "engine": 4.96},
     }
 )
-"""Costs that `python -m bench.driver_load` found at one and two engines, on two cores, for a driver that handles every
-token itself: see bench/README.md. Repeat it after a change of what the driver does."""
+"""Costs that `python -m bench.driver_load` found at one and two engines, on two cores: see bench/README.md.
+Repeat it after a change of what the driver does."""
 
-REQUEST = 0.0022
-"""CPU seconds of a request to an object store, from the same benchmark."""
+REQUEST = 0.0019
+"""CPU seconds of a request to an object store, from the same benchmark. All are counted as the driver's, although engines
+make some: an upper bound."""
 
 ONLY_GPUS = (
     "tokens a second that engines and trainer reach in place of the published rates",
