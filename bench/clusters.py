@@ -48,8 +48,8 @@ COSTS = Costs(
 Repeat it after a change of what the driver does."""
 
 REQUEST = 0.0019
-"""CPU seconds of a request to an object store, from the same benchmark. All are counted as the driver's, although engines
-make some: an upper bound."""
+"""CPU seconds of a request to an object store, from the same benchmark. All are counted as the driver's, although
+engines make some: an upper bound."""
 
 ONLY_GPUS = (
     "tokens a second that engines and trainer reach in place of the published rates",
