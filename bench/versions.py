@@ -37,7 +37,7 @@ from bench.command import parse, say
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.models.folders import load_causal_lm
 from cairn.engines.training.checkpoint import in_buckets
-from cairn.engines.weights.bits import bits_of
+from cairn.engines.weights.fingerprint import bits_of
 from cairn.engines.weights.layout import StoredVersion
 from cairn.engines.weights.versions import FILE_BYTES, VersionWriter, apply, changes, read_version
 from cairn.storage.opening import open_store

@@ -30,7 +30,7 @@ from cairn.engines.training.process import gathered
 from cairn.engines.training.regions import Region
 from cairn.engines.training.sharding import raise_together, raising_together
 from cairn.engines.types.errors import EngineError
-from cairn.engines.weights.bits import bit_array
+from cairn.engines.weights.fingerprint import bit_array
 from cairn.storage.store.canonical import seal, unseal
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store, StoredFile

@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 import torch
 
-from cairn.engines.weights.bits import bit_array
+from cairn.engines.weights.fingerprint import bit_array
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
-from cairn.engines.weights.bits import SIZES, bit_array, bits_of
+from cairn.engines.weights.fingerprint import SIZES, bit_array, bits_of
 from cairn.storage.store.canonical import from_json
 
 FORMAT = "1"

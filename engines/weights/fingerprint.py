@@ -5,6 +5,8 @@ factor of its position in the flattened tensor. Integer sums do not depend on th
 parts of a tensor add up to that of the whole. A single altered element always changes both sums, since an odd factor
 has an inverse. Other alterations are missed with a probability of about 2^-64 or less. This guards against accidents,
 not against an adversary.
+
+This file imports nothing of Cairn, because SGLang's processes load it alone (`cairn.engines.rollout.sglang.plugin`).
 """
 
 import hashlib
@@ -14,11 +16,26 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from cairn.engines.weights.bits import bit_array, bits_of
-
 _BLOCK = 1 << 16
 _AT_A_TIME = 1 << 22
 _BLOCKS_AT_A_TIME = 256  # a GPU wants large kernels
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SIZES = frozenset(_INTEGERS)
+"""Bytes that an element may have."""
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return [elements], a view of a contiguous tensor's raw bits, as integers of its elements' size."""
+    return tensor.detach().view(-1).view(_INTEGERS[tensor.element_size()])
+
+
+def bit_array(tensor: torch.Tensor) -> np.ndarray:
+    """Return [elements], the raw bits of a contiguous tensor on the CPU, in the same memory.
+
+    NumPy works in one thread, where PyTorch's several would wait for each other if ranks share cores. `Tensor.numpy`
+    would also forbid for good that the tensor's memory is freed and taken again, which offloading does.
+    """
+    return np.from_dlpack(bits_of(tensor))
 
 
 def fingerprint(tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from cairn.engines.weights import differences
-from cairn.engines.weights.bits import bits_of
 from cairn.engines.weights.differences import FORMAT, _compressed, decode, encode
+from cairn.engines.weights.fingerprint import bits_of
 
 FORMATS = {
     torch.uint8: 8,
