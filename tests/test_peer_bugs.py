@@ -76,6 +76,8 @@ class Engine:
     def generate_samples(self, *args: Any) -> Iterator[list[GeneratedSample]]:
         return SampleEngine(calls(self.generate), self._engine.abort).generate(*args)
 
+    keep = LocalRollout.keep
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
