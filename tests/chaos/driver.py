@@ -19,6 +19,7 @@ import cairn.tasks.generation.rollout
 import cairn.tasks.streaming.engine_work
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.rollout import RolloutHandle
+from cairn.engines.types.keeping import SampleEnd
 from cairn.engines.types.trajectories import CallKind, SampleRequest
 from cairn.flows.cli.app import describe, exit_code
 from cairn.flows.driver.preemption import Preempted
@@ -34,7 +35,7 @@ from cairn.storage.logs.sample_log import SampleLog
 from cairn.storage.opening import open_for_runs
 from cairn.tasks.durable.events import Message
 from cairn.tasks.durable.step import StepCall
-from cairn.tasks.generation.shard import Left
+from cairn.tasks.generation.shard import Shard
 from tests.chaos.faults import Fault, Striker
 from tests.chaos.runs import STREAM
 
@@ -68,14 +69,6 @@ def note_what_is_generated(file: Path) -> None:
     """Append the samples of every call to an engine, and each once it is finished, that is durable: what is asked for
     after that was generated twice."""
     generate, keep = cairn.tasks.streaming.engine_work.generate_samples, RolloutHandle.keep
-    generate_shard = cairn.tasks.generation.rollout.generate_shard
-
-    def asking(step: StepCall, *args: Any) -> Iterator[Any]:
-        for message in generate_shard(step, *args):
-            if isinstance(message, Left):
-                asked = [sample.key for samples in message.missing.values() for sample in samples]
-                note(file, step.iteration, step.shard, asked=asked)
-            yield message
 
     def keeping(engine: RolloutHandle, make: Callable[[], Any]) -> Any:
         return keep(engine, partial(noting, file, make))
@@ -98,8 +91,8 @@ def note_what_is_generated(file: Path) -> None:
         yield from generate(step, engine, weights, samples, *args, joined=joining, **options)
 
     cairn.tasks.streaming.engine_work.generate_samples = asking_for_stream  # type: ignore[attr-defined]
-    cairn.tasks.generation.rollout.generate_shard = asking
     RolloutHandle.keep = keeping  # type: ignore[method-assign]
+    note_what_is_asked(file)
     note_what_is_finished(file)
 
 
@@ -109,9 +102,24 @@ def note(file: Path, iteration: int, shard: str | None, **samples: Any) -> None:
 
 
 def noting(file: Path, make: Callable[[], Any]) -> Any:
-    """Make a keeper in an engine's process, and note there what it finishes."""
+    """Make a keeper in an engine's process, and note there what it asks for and finishes."""
+    note_what_is_asked(file)
     note_what_is_finished(file)
     return make()
+
+
+def note_what_is_asked(file: Path) -> None:
+    """Append the samples that this process asks its engine for, before they are generated."""
+    ends = Shard.ends
+    if ends.__name__ == "asking":  # an earlier driver's
+        return
+
+    def asking(shard: Shard, *args: Any) -> Iterator[list[SampleEnd]]:
+        asked = [sample.key for samples in shard.left().missing.values() for sample in samples]
+        note(file, shard._attempt.iteration, shard._attempt.shard, asked=asked)
+        return ends(shard, *args)
+
+    Shard.ends = asking  # type: ignore[method-assign]
 
 
 def note_what_is_finished(file: Path) -> None:
