@@ -60,7 +60,7 @@ LAYOUT_OF_MEGATRON = """
     recompute_granularity recompute_method recompute_num_layers recompute_modules
     optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d use_precision_aware_optimizer
 """
-"""Those of Megatron's options that `LAYOUT` has."""
+"""Megatron's own options among `LAYOUT`."""
 
 LAYOUT: tuple[str, ...] = (
     "training.world_size",

@@ -19,7 +19,7 @@ class Piece:
     facts: tuple[str, ...] = ()
     text: str | None = None
     arguments: str | None = None
-    """Of a call; None for other pieces."""
+    """Arguments of a call, as text; None for other pieces."""
     failed: bool = False
     """Whether the text says why there is no result."""
 

@@ -13,24 +13,13 @@ from cairn.engines.training import parts
 from cairn.engines.training.checkpoint import in_buckets
 from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.types.errors import EngineError
-from cairn.storage.opening import open_store
 from cairn.storage.store.canonical import seal, unseal
 from cairn.storage.store.errors import Damaged
 from cairn.storage.store.store import Store, StoredFile
-from tests.engines.training.builders import make_batch, make_engine, model_folder
+from tests.engines.training.builders import make_batch, make_engine
 from tests.older_checkpoints import save_torch, write_state
 
 BATCH = make_batch(4)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(str(tmp_path / "store"))
 
 
 def trained(folder: Path, steps: int = 2) -> TorchEngine:

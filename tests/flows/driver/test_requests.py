@@ -27,7 +27,7 @@ from tests.tiny_run import tiny_config
 MOST = 32
 """Requests, without five of the probe of the store, which the caller has made."""
 SHARDS = 23
-"""Of a round, with 46 records, of which two have the commits of 16, and three those of 4."""
+"""Shards of a round. It has 46 records, of which two have the commits of 16, and three those of 4."""
 QUIET = 0.5
 """Seconds without a request after which the watchers have read what they read at the start."""
 

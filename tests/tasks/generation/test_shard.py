@@ -4,7 +4,7 @@ import os
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -70,6 +70,24 @@ def parts(run: RunContext) -> list[str]:
     return [path for path in run.ledger.store.find(attempts(run.ledger.run, 0, Step.ROLLOUT)) if "write_ahead" in path]
 
 
+def strike_once(run: RunContext, monkeypatch: pytest.MonkeyPatch, strike: Callable[[], None]) -> list[int]:
+    """Strike when some samples of the first attempt are durable. Return a list to which each attempt appends the number
+    of samples that it asks for."""
+    generate, asked = step.generate_shard, list[int]()
+
+    def struck(*args: Any) -> Iterator[Any]:
+        for message in generate(*args):
+            yield message
+            if isinstance(message, Left):
+                asked.append(sum(map(len, message.missing.values())))
+            elif len(asked) == 1:
+                wait_for(lambda: parts(run))
+                strike()
+
+    monkeypatch.setattr(step, "generate_shard", struck)
+    return asked
+
+
 def test_the_driver_writes_nothing_of_a_rollout_but_its_commit(
     config: RunConfig, fleet: Fleet, content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,19 +114,8 @@ def test_the_driver_writes_nothing_of_a_rollout_but_its_commit(
 def test_what_an_engine_had_finished_when_it_died_is_not_generated_again(
     config: RunConfig, fleet: Fleet, content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate, asked = step.generate_shard, list[int]()
     with on_fleet(tmp_path, config, fleet) as (run, _):
-
-        def struck(*args: Any) -> Iterator[Any]:
-            for message in generate(*args):
-                yield message
-                if isinstance(message, Left):
-                    asked.append(sum(map(len, message.missing.values())))
-                elif len(asked) == 1:
-                    wait_for(lambda: parts(run))
-                    os.kill(fleet.rollout[0].health()["pid"], signal.SIGKILL)
-
-        monkeypatch.setattr(step, "generate_shard", struck)
+        asked = strike_once(run, monkeypatch, lambda: os.kill(fleet.rollout[0].health()["pid"], signal.SIGKILL))
         with pytest.raises(EngineDied):
             first_shard(run)
         durable = sum(len(read_any_part(run.ledger.store, path) or ()) for path in parts(run))
@@ -203,23 +210,16 @@ def test_an_engine_that_may_only_read_the_store_has_its_samples_go_through_the_d
 def test_samples_go_through_the_driver_once_the_store_refuses_them_from_the_engine(
     config: RunConfig, fleet: Fleet, content: str | None, open_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate, asked = step.generate_shard, list[int]()
     open_folder.chmod(0o777)
     with ExitStack() as stack:
         stack.callback(os.umask, os.umask(0))
         run, events = stack.enter_context(on_fleet(open_folder, config, fleet))
 
-        def struck(*args: Any) -> Iterator[Any]:
-            for message in generate(*args):
-                yield message
-                if isinstance(message, Left):
-                    asked.append(sum(map(len, message.missing.values())))
-                elif len(asked) == 1:
-                    wait_for(lambda: parts(run))
-                    for folder in filter(Path.is_dir, (open_folder, *open_folder.rglob("*"))):
-                        folder.chmod(0o555)
+        def forbid() -> None:
+            for folder in filter(Path.is_dir, (open_folder, *open_folder.rglob("*"))):
+                folder.chmod(0o555)
 
-        monkeypatch.setattr(step, "generate_shard", struck)
+        asked = strike_once(run, monkeypatch, forbid)
         may_write(fleet.rollout[0], NOBODY)
         stack.callback(may_write, fleet.rollout[0], 0)
         with pytest.raises(EngineError, match=f"on {gethostname()} cannot store its samples: cannot write"):
