@@ -55,7 +55,7 @@ class Record(list[str]):
     def __init__(self, fleet: Fleet, patch: pytest.MonkeyPatch) -> None:
         self._fleet, self._had = fleet, self._asleep(fleet)
         for engine, method, work in (
-            (fleet.rollout[0], "generate_samples", "generate"),
+            (fleet.rollout[0], "keep", "generate"),
             (fleet.rollout[0], "release_memory", None),
             (fleet.rollout[0], "resume_memory", None),
             (fleet.training, "offload", None),

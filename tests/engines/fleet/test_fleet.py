@@ -319,7 +319,7 @@ def test_a_generation_that_takes_too_long_is_a_timeout_and_its_engine_is_replace
 def test_what_an_engine_generates_for_a_stream_lasts_as_long_as_it_gets_work_and_weights(
     fleet: Fleet, model: Path
 ) -> None:
-    engine, timeout = hasty(fleet, model, 0, timeout=1.5, call_timeout=30), 1.5
+    engine, timeout = hasty(fleet, model, 0, timeout=3.0, call_timeout=30), 3.0
     engine._config = engine._config.model_copy(update={"pipeline": "streaming"})
     sync(fleet)
     version = train_once(fleet)

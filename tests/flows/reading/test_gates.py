@@ -256,6 +256,7 @@ def test_a_driver_that_is_killed_at_a_gate_comes_back_to_it_and_ends_in_the_same
         with in_background(CAIRN, *command) as process:  # on a terminal's stdout it says what it waits for
             assert any("waits before iteration 1" in line for line in process.stdout)
             if command[0] == "train":
+                assert wait_for(lambda: state()["state"] == "waiting"), "what iteration 0 stores beside it is committed"
                 process.send_signal(signal.SIGKILL)
                 process.communicate(timeout=60)
                 assert (state()["state"], state()["gate"]["gate"]["number"]) == ("waiting", 1)
