@@ -1,6 +1,7 @@
 """Real SGLang servers that share memory with the trainer find weights that did not arrive as they were published."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,11 @@ def fleet(config: RunConfig, ray_cluster: Cluster, tmp_path_factory: pytest.Temp
             yield fleet
 
 
+@contextmanager
 def on_the_way(
     engine: RolloutHandle, patch: pytest.MonkeyPatch, strike: Callable[[Tensors], Tensors], bucket: int = 1
-) -> list[None]:
-    """Strike what an engine maps of one bucket, once. Returns a list that has an element for each strike."""
+) -> Iterator[list[None]]:
+    """Strike what an engine maps of one bucket, once. Yields a list that has an element for each strike."""
     struck: list[None] = []
     call, seen = engine.call, iter(range(10**6))
 
@@ -61,13 +63,16 @@ def on_the_way(
             struck.append(None)
             names, (handle,) = args
             sent = strike([(name, tensor.clone()) for name, tensor in ForkingPickler.loads(handle)])
-            kept.append(dict(sent))
-            args = names, [share(kept[-1])]
+            kept.update((name, tensor.clone()) for name, tensor in sent)
+            args = names, [share(kept)]
         return call(group, method, *args, **kwargs)
 
-    kept: list[dict[str, torch.Tensor]] = []  # as long as the server maps them
+    kept: dict[str, torch.Tensor] = {}  # as long as the server maps them
     patch.setattr(engine, "call", altered)
-    return struck
+    try:
+        yield struck
+    finally:  # PyTorch ends a process that releases shared memory after the process that manages it has ended
+        kept.clear()
 
 
 def with_an_altered_byte(sent: Tensors) -> Tensors:
@@ -102,9 +107,9 @@ def test_weights_that_a_colocated_server_did_not_receive_as_published_are_sent_a
         assert not found
         publish(run, None)
         assert versions(fleet) == [None, None], "the servers gave their memory to training"
-        struck = on_the_way(second, monkeypatch, strike)
-        serve(run, first, None, beside=[second])
-        serve(run, second, None)
+        with on_the_way(second, monkeypatch, strike) as struck:
+            serve(run, first, None, beside=[second])
+            serve(run, second, None)
     assert struck
     (error,) = found
     assert error.startswith("rollout:1 received weights with checksum")
@@ -121,8 +126,10 @@ def test_one_of_two_servers_that_keeps_older_weights_is_found(fleet: Fleet, monk
     fleet.training.train(make_batch(), num_steps=1, expected_version=version, input_digest=str(version))
     fleet.weights.publish(version + 1, keep=2)
     first, second = fleet.rollout
-    struck = on_the_way(second, monkeypatch, lambda sent: [(name, older[name]) for name, _ in sent])
-    with pytest.raises(WeightsDiffer, match="rollout:1 received weights"):
+    with (
+        on_the_way(second, monkeypatch, lambda sent: [(name, older[name]) for name, _ in sent]) as struck,
+        pytest.raises(WeightsDiffer, match="rollout:1 received weights"),
+    ):
         fleet.weights.serve(first, version + 1, beside=[second])
     assert struck
     assert versions(fleet) == [version + 1, None], "one serves what was published, the other nothing"
